@@ -1,0 +1,358 @@
+"""Transformers models as Targets: one forward over ragged rows, rolled back by length.
+
+It knows Transformers' calling conventions and which layers can be rolled back. It does not know sampling,
+tokenizers or drafts' origins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Iterable, Sequence as Seq
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flashspec.cache import Feed, SlotCache, additive_mask
+from flashspec.core import EMPTY, Draft, Score, Sequence
+from flashspec.errors import MemoryLimitError, PromptError, UnsupportedModelError
+from flashspec.tree import paths
+
+logger = logging.getLogger("flashspec")
+
+GROUPED_ATTENTION = "grouped_sdpa"  # a name with "flash" in it makes Transformers look for a FlashAttention build
+PREFILL_CHUNK = 512  # tokens of a prompt in one forward
+LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
+GROUPED_ROWS = 64  # up to so many queries, grouped-query attention packs a group's heads into query rows
+
+
+class HFTarget:
+    """A decoder-only Transformers model.
+
+    Args:
+        model: in eval mode, on its device, in its dtype.
+
+    Raises:
+        UnsupportedModelError: a layer that cannot be rolled back.
+    """
+
+    has_hidden = True
+    supports_trees = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        windows = layer_windows(model.config)
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.vocab_size: int = config.vocab_size
+        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**20
+        self.eos_tokens = eos_tokens(model)
+        self.forward_seconds = 0.0
+        self._windows = dict(zip(_layer_types(config, windows), windows, strict=True))
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._can_skip_logits = "logits_to_keep" in parameters
+        is_cuda = model.device.type == "cuda"
+        self._cache = SlotCache(num_layers=len(windows), max_length=self.max_length, rounding=64 if is_cuda else 1)
+        self._ids: list[str] = []  # row -> sequence id
+        self._bases: dict[str, int] = {}  # sequence id -> tokens in the cache before the draft of the last score
+
+    # the Target protocol
+
+    @torch.inference_mode()
+    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> list[Score]:
+        """See ``core.Target``. Prompts run alone and in chunks, everything else in one ragged forward.
+
+        Raises:
+            PromptError: tokens and draft exceed the model's positions.
+            MemoryLimitError: no memory for the keys and values.
+        """
+        feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+        found: dict[int, Score] = {}
+        short = sorted((i for i in range(len(seqs)) if len(feeds[i].unseen) <= LONG), key=lambda i: feeds[i].row)
+        for group in [short] * bool(short) + [[i] for i in range(len(seqs)) if len(feeds[i].unseen) > LONG]:
+            for index, score in zip(group, self._forward([feeds[i] for i in group], hidden=hidden), strict=True):
+                found[index] = score
+        for seq, feed in zip(seqs, feeds, strict=True):
+            self._bases[seq.id] = self._cache.lengths[feed.row]
+        return [found[index] for index in range(len(seqs))]
+
+    def keep(self, seq: Sequence, accepted: Seq[int]) -> None:
+        self._cache.keep(self._row(seq), self._bases[seq.id], accepted)
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        if seq.id in self._bases:
+            row = self._row(seq)
+            self._cache.lengths[row] = min(self._cache.lengths[row], length)
+
+    def forget(self, seq: Sequence) -> None:
+        if seq.id not in self._ids:
+            return
+        row = self._row(seq)
+        if self._cache.close_row(row) is not None:
+            self._ids[row] = self._ids[-1]
+        self._ids.pop()
+        self._bases.pop(seq.id, None)
+
+    def cached_length(self, seq: Sequence) -> int:
+        """Tokens of the sequence in the cache."""
+        return self._cache.lengths[self._row(seq)] if seq.id in self._ids else 0
+
+    # forwards
+
+    def _row(self, seq: Sequence) -> int:
+        return self._ids.index(seq.id)
+
+    def _feed(self, seq: Sequence, draft: Draft) -> Feed:
+        if len(seq) + len(draft) > self.max_length:
+            raise PromptError(
+                f"{len(seq)} tokens and {len(draft)} draft tokens exceed the model's {self.max_length} positions; "
+                "shorten the prompt or ask for fewer tokens"
+            )
+        if seq.id not in self._ids:
+            self._cache.open_row()
+            self._ids.append(seq.id)
+        row = self._row(seq)
+        return Feed(row, seq.tokens[self._cache.lengths[row] :], draft)
+
+    def _forward(self, feeds: list[Feed], *, hidden: bool) -> list[Score]:
+        if len(feeds) == 1:
+            feeds = [self._prefill(feeds[0])]
+        wanted = 1 + max(len(feed.draft) for feed in feeds)
+        logits, states = self._run(feeds, wanted=wanted, hidden=hidden)
+        scores = []
+        for index, feed in enumerate(feeds):
+            start = wanted - len(feed.draft) - 1
+            scores.append(Score(logits[index, start:], None if states is None else states[index, start:]))
+            self._cache.lengths[feed.row] += len(feed.unseen)
+        return scores
+
+    def _prefill(self, feed: Feed) -> Feed:
+        """Run all but the last chunk of a long prompt; what is left to feed."""
+        unseen = feed.unseen
+        while len(unseen) > PREFILL_CHUNK:
+            self._run([Feed(feed.row, unseen[:PREFILL_CHUNK], EMPTY)], wanted=1, hidden=False)
+            self._cache.lengths[feed.row] += PREFILL_CHUNK
+            unseen = unseen[PREFILL_CHUNK:]
+        return Feed(feed.row, unseen, feed.draft)
+
+    def _run(self, feeds: list[Feed], *, wanted: int, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits [rows, wanted, vocab] float32 and hidden states [rows, wanted, d] of the last positions."""
+        device, dtype = self.model.device, self.model.dtype
+        prepared = self._cache.prepare(feeds, device=device)
+        masks = {
+            kind: additive_mask(prepared, window=window, dtype=dtype) for kind, window in self._windows.items()
+        }
+        arguments = {
+            "input_ids": prepared["input_ids"],
+            "position_ids": prepared["position_ids"],
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+            self._cache_name: self._cache,
+            "use_cache": True,
+            "output_hidden_states": hidden,
+        }
+        if self._can_skip_logits:
+            arguments["logits_to_keep"] = wanted
+        started = time.perf_counter()
+        try:
+            output = self.model(**arguments)
+        except torch.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"no memory left for a forward of {len(feeds)} sequences; run fewer at once, draft fewer tokens, "
+                "shorten the context or use half precision"
+            ) from error
+        self.forward_seconds += time.perf_counter() - started
+        states = output.hidden_states[-1][:, -wanted:].float() if hidden else None
+        return output.logits[:, -wanted:, : self.vocab_size].float(), states
+
+
+# which models
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Each layer's sliding window in tokens, None for full attention.
+
+    Raises:
+        UnsupportedModelError: not a decoder, or a layer whose cache cannot be rolled back by length.
+    """
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; flashspec drives decoder-only models")
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"{name} has layers that Transformers has no key/value cache for ({error})") from error
+    windows: list[int | None] = []
+    for layer in layers:
+        if type(layer) is DynamicLayer:
+            windows.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        else:
+            raise UnsupportedModelError(
+                f"{name} has layers of type {_kind(config, len(windows))} ({type(layer).__name__}), whose state cannot "
+                "be rolled back after a rejected draft; use a model with full or sliding-window attention only"
+            )
+    if not windows:
+        raise UnsupportedModelError(f"{name} has no attention layers with a key/value cache to roll back")
+    return windows
+
+
+def _kind(config: PreTrainedConfig, layer: int) -> str:
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["recurrent"]
+    return str(kinds[min(layer, len(kinds) - 1)])
+
+
+def _layer_types(config: PreTrainedConfig, windows: Iterable[int | None]) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    return list(kinds) if kinds else ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def check_runnable(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for what only the loaded model shows."""
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} keeps a recurrent state, which cannot be rolled back after a rejected draft"
+        )
+    kind = getattr(model.generation_config, "cache_implementation", None)
+    if kind == "quantized":
+        raise UnsupportedModelError(
+            "the model's generation config asks for a quantized cache, which re-quantises its history and so would "
+            "change with rejected drafts; remove cache_implementation from generation_config.json"
+        )
+
+
+def eos_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """All ids that end a sequence, from the generation config and the model's own."""
+    found: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        ids = getattr(config, "eos_token_id", None)
+        found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    return frozenset(found)
+
+
+# speed on a CPU
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies in oneDNN's blocked layout, laid out once.
+
+    Plain ``nn.Linear`` in float32 costs three times as much for 4 rows as for 1; this costs 1.5 times.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_ROWS)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other number still runs
+
+
+def pack_linears(model: nn.Module) -> bool:
+    """Replace the model's float32 linear layers on a CPU by packed ones; False where the operator is missing."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        logger.warning("this torch has no oneDNN linear operator; linear layers stay as they are, and drafts cost more")
+        return False
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (weight := _linear_weight(child)) is not None:
+                setattr(parent, name, PackedLinear(weight, child.bias))
+                weight = None
+    return True
+
+
+def _linear_weight(module: nn.Module) -> Tensor | None:
+    """[out, in] of a plain float32 linear layer (GPT-2's Conv1D included), else None."""
+    kind = type(module)
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dtype is not torch.float32 or weight.device.type != "cpu":
+        return None
+    if kind is nn.Linear:
+        return weight
+    return weight.T if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") else None
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+) -> tuple[Tensor, None]:
+    """Transformers' SDPA attention, without repeating keys and values in memory for a few grouped queries.
+
+    [rows, heads, m, d] becomes [rows, kv_heads, group * m, d]: the heads of a group share their keys, so they may as
+    well be more queries of one head. Everything else goes to Transformers' own function.
+    """
+    rows, heads, m, width = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    plain = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
+    if group == 1 or m > GROUPED_ROWS or not plain or kwargs.get("position_bias") is not None or kwargs.get("softcap"):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    assert attention_mask is not None
+    mask = attention_mask.expand(rows, group, m, -1).reshape(rows, 1, group * m, -1)
+    packed = query.reshape(rows, kv_heads, group * m, width)
+    output = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
+    return output.reshape(rows, heads, m, -1).transpose(1, 2).contiguous(), None
+
+
+def use_grouped_attention(model: PreTrainedModel) -> None:
+    """Switch a model that would use SDPA to ``grouped_attention``."""
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+        model.set_attn_implementation(GROUPED_ATTENTION)
+
+
+# self-test
+
+
+@torch.inference_mode()
+def self_test(target: HFTarget) -> float:
+    """Prefill, score garbage drafts, roll back, go on; compare with plain forwards over the same tokens.
+
+    Returns:
+        the largest difference in logits, in units of their standard deviation.
+
+    Raises:
+        UnsupportedModelError: the difference is larger than rounding explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.vocab_size, (48,), generator=generator).tolist()
+    garbage = torch.randint(target.vocab_size, (8,), generator=generator).tolist()
+    tree = Draft(garbage[:6], [-1, -1, 0, 0, 1, 3])
+    seq = Sequence("self-test", tokens[:40], 40)
+    worst = 0.0
+    try:
+        target.score([seq], [Draft.chain(garbage)])
+        target.keep(seq, [])
+        seq.tokens.append(tokens[40])
+        for draft in (Draft.chain(tokens[41:45]), tree):
+            score = target.score([seq], [draft])[0]
+            target.keep(seq, [])
+            for row, path in enumerate([[], *paths(draft.parents)]):
+                context = seq.tokens + [draft.tokens[node] for node in path]
+                worst = max(worst, _difference(score.logits[row], _plain_logits(target.model, context, target.vocab_size)))
+    finally:
+        target.forget(seq)
+    limit = 1e-3 if target.model.dtype is torch.float32 else 0.15
+    if not worst < limit:
+        raise UnsupportedModelError(
+            f"{target.model.config.model_type} failed the self-test: after a rollback its logits differ by {worst:.3g} "
+            f"standard deviations from a plain forward (limit {limit}); its cache or positions work in a way "
+            "flashspec does not know"
+        )
+    return worst
+
+
+def _plain_logits(model: PreTrainedModel, tokens: list[int], vocab_size: int) -> Tensor:
+    output = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
+    return output.logits[0, -1, :vocab_size].float()
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.std())

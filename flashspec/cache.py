@@ -1,0 +1,225 @@
+"""SlotCache: keys and values with a length per row, under a stock Transformers model.
+
+Every layer holds [rows, kv_heads, capacity + 1, head_dim]. A forward feeds each row any number of new tokens,
+right-aligned; ``update`` scatters their keys and values to the row's own slots (padding goes to the last slot, which
+nothing attends to) and returns the rows in use up to the current width. What a query may see is said by an additive
+mask built here from lengths and draft geometry, so rolling back is setting a length.
+
+Names that change between Transformers versions stay in this file and in ``backends/hf.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from flashspec.core import Draft
+from flashspec.errors import MemoryLimitError
+from flashspec.tree import depths, paths
+
+BUCKET = 256  # capacity grows in whole buckets, and by half of what there is
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one row is fed in a forward: its unseen tokens, then its draft's nodes."""
+
+    row: int
+    unseen: list[int]
+    draft: Draft
+
+    def __len__(self) -> int:
+        return len(self.unseen) + len(self.draft)
+
+
+class SlotCache(Cache):
+    """Per-row lengths over all layers of one model.
+
+    Args:
+        num_layers: attention layers of the model.
+        max_length: positions the model has; capacity never exceeds it.
+        rounding: the width of what attention reads is rounded up to a multiple of this; 1 on a CPU, more where
+            static shapes pay.
+    """
+
+    is_compileable = False
+
+    def __init__(self, *, num_layers: int, max_length: int, rounding: int = 1) -> None:
+        super().__init__(layers=[])
+        self.max_length = max_length
+        self.rounding = rounding
+        self.capacity = 0
+        self.lengths: list[int] = []  # one per row in use; rows are always 0 .. len - 1
+        self.keys: list[Tensor | None] = [None] * num_layers
+        self.values: list[Tensor | None] = [None] * num_layers
+        self._allocated_rows = 0
+        self._width = 0
+        self._rows: slice | Tensor = slice(0, 0)
+        self._slots: Tensor | slice = slice(0, 0)
+
+    # rows
+
+    def open_row(self) -> int:
+        """A new empty row."""
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    def close_row(self, row: int) -> int | None:
+        """Free a row; the last row moves into its place. Returns the row that moved, if one did."""
+        last = len(self.lengths) - 1
+        if row != last:
+            length = self.lengths[last]
+            for store in self._stores():
+                store[row, :, :length] = store[last, :, :length]
+            self.lengths[row] = length
+        self.lengths.pop()
+        return last if row != last else None
+
+    def keep(self, row: int, base: int, accepted: Seq[int]) -> None:
+        """Set a row to ``base`` tokens and the accepted nodes, whose slots begin at ``base``."""
+        if list(accepted) != list(range(len(accepted))):
+            for store in self._stores():
+                source = torch.tensor([base + node for node in accepted], device=store.device)
+                store[row, :, base : base + len(accepted)] = store[row].index_select(1, source)
+        self.lengths[row] = base + len(accepted)
+
+    # a forward
+
+    def prepare(self, feeds: Seq[Feed], *, device: torch.device) -> dict[str, Tensor]:
+        """Make room for a forward over ``feeds`` (rows ascending) and say where its tokens go.
+
+        Returns:
+            input_ids and position_ids [rows, m], and ``visible`` [rows, 1, m, width] bool with ``key_positions``
+            [rows, width], from which ``additive_mask`` makes the masks.
+        """
+        m = max(len(feed) for feed in feeds)
+        used = max(self.lengths[feed.row] + len(feed) for feed in feeds)
+        self._width = -(-used // self.rounding) * self.rounding
+        self._reserve(len(self.lengths), self._width)
+        ids, positions, slots = [], [], []
+        for feed in feeds:
+            base, pad = self.lengths[feed.row], m - len(feed)
+            start = base + len(feed.unseen)
+            ids.append([0] * pad + feed.unseen + feed.draft.tokens)
+            positions.append(
+                [0] * pad + list(range(base, start)) + [start + depth for depth in depths(feed.draft.parents)]
+            )
+            slots.append([self.capacity] * pad + list(range(base, base + len(feed))))
+        self._address(feeds, slots, device)
+        position_ids = torch.tensor(positions, device=device)
+        key_positions = torch.arange(self._width, device=device).expand(len(feeds), -1)
+        # padding sees slot 0, so that no row of the softmax is empty
+        seen_up_to = torch.tensor([[slot if slot < self.capacity else 0 for slot in row] for row in slots], device=device)
+        visible = key_positions[:, None, :] <= seen_up_to[:, :, None]
+        if any(not feed.draft.is_chain for feed in feeds):
+            key_positions = key_positions.clone()
+            for index, feed in enumerate(feeds):
+                self._show_tree(feed, visible[index], key_positions[index], position_ids[index])
+        return {
+            "input_ids": torch.tensor(ids, device=device),
+            "position_ids": position_ids,
+            "visible": visible[:, None],
+            "key_positions": key_positions,
+        }
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model: store [rows, kv_heads, m, head_dim], return [rows, kv_heads, width, head_dim]."""
+        keys = self._write(self.keys, layer_idx, key_states)
+        values = self._write(self.values, layer_idx, value_states)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths, default=0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._width, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.numel() * store.element_size() for store in self._stores())
+
+    # storage
+
+    def _stores(self) -> list[Tensor]:
+        return [store for store in (*self.keys, *self.values) if store is not None]
+
+    def _reserve(self, rows: int, width: int) -> None:
+        if rows <= self._allocated_rows and width <= self.capacity:
+            return
+        capacity = self.capacity
+        if width > capacity:
+            capacity = max(width, min(max(-(-width // BUCKET) * BUCKET, capacity * 3 // 2), self.max_length))
+        rows = max(rows, self._allocated_rows if rows <= self._allocated_rows else 2 * self._allocated_rows)
+        for stores in (self.keys, self.values):
+            for layer, store in enumerate(stores):
+                if store is not None:
+                    stores[layer] = self._grown(store, rows, capacity)
+        self._allocated_rows, self.capacity = rows, capacity
+
+    def _grown(self, store: Tensor, rows: int, capacity: int) -> Tensor:
+        grown = self._allocate(store, rows, capacity)
+        grown[: store.shape[0], :, : self.capacity] = store[:, :, : self.capacity]
+        return grown
+
+    def _allocate(self, like: Tensor, rows: int, capacity: int) -> Tensor:
+        shape = (rows, like.shape[1], capacity + 1, like.shape[3])
+        try:
+            return like.new_zeros(shape)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            needed = 2 * len(self.keys) * like[:1, :, :1].numel() * like.element_size() * rows * (capacity + 1)
+            raise MemoryLimitError(
+                f"no memory for the keys and values of {rows} sequences of up to {capacity} tokens "
+                f"({needed / 2**30:.1f} GiB); run fewer sequences at once or shorten the context"
+            ) from error
+
+    def _address(self, feeds: Seq[Feed], slots: list[list[int]], device: torch.device) -> None:
+        rows = [feed.row for feed in feeds]
+        in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+        self._rows = slice(rows[0], rows[0] + len(rows)) if in_order else torch.tensor(rows, device=device)
+        same = all(row == slots[0] for row in slots) and self.capacity not in slots[0]
+        if in_order and same:  # one row, or rows in step: a plain copy is cheaper than a scatter
+            self._slots = slice(slots[0][0], slots[0][-1] + 1)
+        else:
+            self._rows_index = torch.tensor(rows, device=device)[:, None]
+            self._slots = torch.tensor(slots, device=device)
+
+    def _write(self, stores: list[Tensor | None], layer: int, states: Tensor) -> Tensor:
+        store = stores[layer]
+        if store is None:
+            store = stores[layer] = self._allocate(states, self._allocated_rows, self.capacity)
+        if isinstance(self._slots, slice):
+            store[self._rows, :, self._slots] = states
+        else:
+            store[self._rows_index, :, self._slots] = states.transpose(1, 2)
+        return store[self._rows, :, : self._width]
+
+    def _show_tree(self, feed: Feed, visible: Tensor, key_positions: Tensor, position_ids: Tensor) -> None:
+        """Nodes see the context, their ancestors and themselves, whichever slots lie between."""
+        base = self.lengths[feed.row] + len(feed.unseen)
+        n, m = len(feed.draft), len(visible)
+        visible[m - n :, base:] = False
+        for node, path in enumerate(paths(feed.draft.parents)):
+            visible[m - n + node, [base + ancestor for ancestor in path]] = True
+        key_positions[base : base + n] = position_ids[m - n :]
+
+
+def additive_mask(prepared: dict[str, Tensor], *, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[rows, 1, m, width]: 0 where a query may look, the dtype's lowest number elsewhere.
+
+    Additive, never boolean: Transformers' eager attention adds the mask, and would add True as 1.
+
+    Args:
+        window: sliding window in tokens; None for full attention.
+    """
+    visible = prepared["visible"]
+    if window is not None:
+        distance = prepared["position_ids"][:, :, None] - prepared["key_positions"][:, None, :]
+        visible = visible & (distance < window)[:, None]
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)

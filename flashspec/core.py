@@ -1,0 +1,377 @@
+"""The nouns of speculative decoding and the three protocols that connect them.
+
+It knows the shapes; it runs no tensor operation and knows no model, tokenizer or file.
+
+Invariants, asserted in the tests:
+
+1. A cache holds a prefix of ``seq.tokens``, never a rejected token; ``tokens[-1]`` is not yet in the target's
+   cache when a step begins.
+2. Catch-up: a model is fed ``tokens[cache_length:]``, whatever happened before.
+3. Every step commits at least one token per running sequence.
+4. What is committed depends only on p and the random numbers, never on which drafter guessed.
+5. Penalties, bias and bans see ``context + path(node)``: history is a function of the node, not a variable.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from flashspec.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+Verification = Literal["auto", "rejection", "block", "coupled"]
+FinishReason = Literal["stop", "length", "abort"]
+Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
+ROOT = -1  # parent of a draft's first node: the last committed token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What to sample from, when to stop and how to verify; one set for the target and the drafter alike.
+
+    The order of application is: penalties, bias and bans, temperature, top-k, top-p, min-p (Transformers' order).
+
+    Raises:
+        OptionError: a value outside its range.
+    """
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_tokens: tuple[int, ...] = ()
+    allowed_tokens: tuple[int, ...] | None = None  # None: all
+    min_tokens: int = 0  # no end-of-sequence token before so many
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: of the emitted token; n: the n likeliest as well
+    verification: Verification = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_tokens", "allowed_tokens"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        check_sampling(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def verification_rule(self) -> Literal["rejection", "block", "coupled"]:
+        """The rule that ``auto`` stands for: coupled where there is a seed to honour, else rejection."""
+        if self.verification == "auto":
+            return "rejection" if self.seed is None else "coupled"
+        return self.verification
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
+    "top_p": (0.0, 1.0, "1 keeps every token"),
+    "min_p": (0.0, 1.0, "0 keeps every token"),
+    "top_k": (0, 2**31, "0 keeps every token"),
+    "repetition_penalty": (0.01, 100.0, "1 is none"),
+    "presence_penalty": (-100.0, 100.0, "0 is none"),
+    "frequency_penalty": (-100.0, 100.0, "0 is none"),
+    "min_tokens": (0, 2**31, "0 is none"),
+    "max_tokens": (1, 2**31, "the number of tokens to generate"),
+}
+_WHOLE = ("top_k", "min_tokens", "max_tokens")
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise OptionError for the first field outside its range."""
+    for name, (low, high, hint) in _RANGES.items():
+        value = getattr(params, name)
+        kind = int if name in _WHOLE else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            number = "a whole number" if name in _WHOLE else "a number"
+            raise OptionError(f"{name} is {value!r}; it must be {number} from {low:g} to {high:g} ({hint})")
+    if params.top_p == 0:
+        raise OptionError("top_p is 0; it must be above 0 and at most 1 (use temperature 0 for greedy decoding)")
+    if params.verification not in ("auto", "rejection", "block", "coupled"):
+        raise OptionError(f"verification is {params.verification!r}; it must be auto, rejection, block or coupled")
+    if params.min_tokens > params.max_tokens:
+        raise OptionError(f"min_tokens is {params.min_tokens}, above max_tokens, which is {params.max_tokens}")
+    if params.seed is not None and (isinstance(params.seed, bool) or not isinstance(params.seed, int)):
+        raise OptionError(f"seed is {params.seed!r}; it must be a whole number")
+    _check_tokens_and_text(params)
+
+
+def _check_tokens_and_text(params: SamplingParams) -> None:
+    if any(not isinstance(text, str) or not text for text in params.stop):
+        raise OptionError(f"stop is {params.stop!r}; each stop string must be a text of at least one character")
+    if params.allowed_tokens is not None and not set(params.allowed_tokens) - set(params.bad_tokens):
+        raise OptionError("allowed_tokens leaves no token to choose from; allow at least one that is not in bad_tokens")
+    if params.logprobs is not None and not 0 <= params.logprobs <= 100:
+        raise OptionError(f"logprobs is {params.logprobs!r}; it must be from 0 to 100, or None for none")
+    for token, bias in params.logit_bias.items():
+        if not isinstance(token, int) or not isinstance(bias, int | float) or not -1e4 <= bias <= 1e4:
+            raise OptionError(f"logit_bias has {token!r}: {bias!r}; it maps token ids to numbers from -10000 to 10000")
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens. The only owner of tokens; ``engine.commit`` is their only writer."""
+
+    id: str
+    tokens: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    choice: int = 0  # which of several choices of one request; part of the noise key
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    eos_tokens: frozenset[int] = frozenset()
+    seed: int = field(init=False)  # the user's, or one drawn here: coupled sampling needs one
+    rng: random.Random = field(init=False)  # for rejection and block verification: every number is used once
+
+    def __post_init__(self) -> None:
+        given = self.sampling.seed
+        self.seed = random.SystemRandom().getrandbits(63) if given is None else given
+        self.rng = random.Random(f"{self.seed}/{self.choice}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess: a tree of tokens below the last committed token. A chain has parents [-1, 0, 1, ...].
+
+    ``probs[i]`` ([vocab], float32) is the distribution that node i was really drawn from, given its earlier
+    siblings; None means deterministic (q is one-hot).
+    """
+
+    tokens: list[int]  # [n]
+    parents: list[int]  # [n], parents[i] < i
+    probs: torch.Tensor | None = None  # [n, vocab]
+    drafter: str = "none"
+
+    @classmethod
+    def chain(cls, tokens: Seq[int], *, probs: torch.Tensor | None = None, drafter: str = "none") -> Draft:
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), probs, drafter)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+EMPTY = Draft([], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Row 0 follows the context, row i + 1 follows node i."""
+
+    logits: torch.Tensor  # [n + 1, vocab] float32
+    hidden: torch.Tensor | None = None  # [n + 1, d]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The accepted nodes, root to leaf, then one token of the target's own."""
+
+    accepted: list[int]
+    next_token: int
+    is_bonus: bool  # the whole path was accepted; else ``next_token`` is the recovered token
+
+
+TokenKind = Literal["accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of the target's own probabilities: before penalties, temperature and filters."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)  # likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step emits for one request. ``pieces[i]`` is the text that became certain with ``tokens[i]``."""
+
+    request_id: str
+    tokens: list[int]
+    pieces: list[str]
+    kinds: list[TokenKind]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Counts over draft rounds; steps without a draft do not count."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_emitted_tokens: int = 0
+
+    def record(self, num_draft_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        missing = num_accepted - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    def merge(self, other: SpecStats) -> None:
+        """Add the counts of ``other`` to these."""
+        for name in (f.name for f in fields(self) if f.name != "num_accepted_tokens_per_pos"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine.extend([0] * (len(theirs) - len(mine)))
+        for position, count in enumerate(theirs):
+            mine[position] += count
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts, the bonus or recovered token included; 1 when nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds on ``time.perf_counter``'s clock, and seconds spent per part of the steps this request ran in."""
+
+    arrival: float
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_output_tokens: int = 0
+    draft: float = 0.0
+    verify: float = 0.0  # the target's forwards
+    sample: float = 0.0  # distributions, verdicts, text, cache bookkeeping
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per output token after the first; 0 when there is only one."""
+        return (self.last_token - self.first_token) / max(self.num_output_tokens - 1, 1)
+
+    @property
+    def total(self) -> float:
+        return self.last_token - self.arrival
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the whole time, prefill included."""
+        return self.num_output_tokens / self.total if self.total > 0 else 0.0
+
+
+class Drafter(Protocol):
+    """A way to guess. Subclass it, give it a name and write ``propose``; the rest has defaults.
+
+    A drafter may ignore the sampling parameters: the output stays exact, only slower.
+    """
+
+    name: str = "drafter"
+    needs_hidden: bool = False  # whether ``observe`` wants ``Score.hidden``
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """A draft of at most ``budgets[i]`` nodes for each sequence; an empty draft is ordinary decoding."""
+        ...
+
+    def observe(
+        self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]
+    ) -> None:
+        """See what became of the drafts; ``seq.tokens`` already holds the committed tokens."""
+        return None
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop all state of a finished sequence; an unknown one is no error."""
+        return None
+
+
+class Target(Protocol):
+    """A model that scores. A draft model is a Target too."""
+
+    vocab_size: int
+    max_length: int  # positions
+    eos_tokens: frozenset[int]
+    supports_trees: bool
+    has_hidden: bool
+    forward_seconds: float  # total time inside forwards, for the time split
+
+    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> list[Score]:
+        """One forward over every unseen token and every draft node."""
+        ...
+
+    def keep(self, seq: Sequence, accepted: Seq[int]) -> None:
+        """After ``score``: the cache holds the context and the accepted nodes, nothing else."""
+        ...
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Forget all but the first ``length`` tokens; more than are held is no error."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """Free the sequence's row; an unknown one is no error."""
+        ...
+
+
+class Engine(Protocol):
+    """What the CLI, the server and the benchmark talk to."""
+
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> str: ...
+
+    def step(self) -> list[Chunk]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def stats(self) -> SpecStats: ...

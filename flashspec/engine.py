@@ -1,0 +1,344 @@
+"""LocalEngine: draft, score, verify, commit, keep. Everything else reads its chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import overload
+
+import torch
+
+from flashspec.core import (
+    EMPTY,
+    Chunk,
+    Draft,
+    Drafter,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    Score,
+    Sequence,
+    SpecStats,
+    Target,
+    Timings,
+    TokenKind,
+    TokenLogprob,
+    Verdict,
+)
+from flashspec.errors import OptionError, PromptError
+from flashspec.sampling import distribution
+from flashspec.scheduler import Scheduler
+from flashspec.text import TextStream, Tokenizer, encode
+from flashspec.tree import prefix
+from flashspec.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. ``tokens`` holds the end-of-sequence token if one was generated; ``text`` does not."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stats: SpecStats
+    timings: Timings
+    kinds: list[TokenKind]
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    seq: Sequence
+    text: TextStream
+    timings: Timings
+    stats: SpecStats = field(default_factory=SpecStats)
+    chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``stream`` is the reader
+    is_streamed: bool = False
+
+
+class LocalEngine:
+    """Speculative decoding of any Target with any Drafter, in one process. Not thread-safe.
+
+    Args:
+        target: the model served.
+        drafter: None for ordinary decoding.
+        tokenizer: None if prompts are token ids only; then there are no texts and no stop strings.
+        num_speculative_tokens: the longest draft; 0 is ordinary decoding.
+        max_batch: sequences that run at once; the others wait.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        num_speculative_tokens: int = 5,
+        max_batch: int = 16,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            max_batch=max_batch,
+            num_speculative_tokens=num_speculative_tokens if drafter is not None else 0,
+            max_length=target.max_length,
+        )
+        self._requests: dict[str, _Request] = {}
+        self._stats = SpecStats()
+
+    # the Engine protocol
+
+    def add(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None, choice: int = 0
+    ) -> str:
+        """Queue a request; its id.
+
+        Raises:
+            PromptError: empty, unreadable, or as long as the model's context.
+            OptionError: the sampling parameters ask for what this model does not have.
+        """
+        sampling = sampling or SamplingParams()
+        ids = encode(self.tokenizer, prompt, vocab_size=self.target.vocab_size)
+        if len(ids) >= self.target.max_length:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens; with at least one to generate it must stay under the model's "
+                f"{self.target.max_length} positions; shorten it"
+            )
+        self._check(sampling)
+        name = request_id or uuid.uuid4().hex
+        if name in self._requests:
+            raise OptionError(f"request id {name!r} is already running; choose another")
+        eos = frozenset() if sampling.ignore_eos else self.target.eos_tokens
+        seq = Sequence(name, ids, len(ids), sampling, choice, eos_tokens=eos)
+        timings = Timings(arrival=time.perf_counter())
+        self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings)
+        self.scheduler.add(seq)
+        return name
+
+    def step(self) -> list[Chunk]:
+        """Advance every running sequence by at least one token."""
+        seqs, budgets = self.scheduler.schedule()
+        if not seqs:
+            return []
+        started = time.perf_counter()
+        drafts = self._propose(seqs, budgets)
+        drafted = time.perf_counter()
+        scores = self.target.score(seqs, drafts, hidden=self.drafter is not None and self.drafter.needs_hidden)
+        scored = time.perf_counter()
+        with torch.inference_mode():
+            p = [distribution(s.logits, seq, d) for s, seq, d in zip(scores, seqs, drafts, strict=True)]
+            verdicts = [verify(*each) for each in zip(p, drafts, seqs, strict=True)]
+        chunks = [self._commit(*each) for each in zip(seqs, drafts, verdicts, scores, strict=True)]
+        for seq, verdict, chunk in zip(seqs, verdicts, chunks, strict=True):
+            self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])
+        if self.drafter is not None:
+            self.drafter.observe(seqs, drafts, verdicts, scores)
+        self._retire(chunks)
+        self._record(seqs, drafts, chunks, (started, drafted, scored, time.perf_counter()))
+        self._drop_finished(seqs)
+        return chunks
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and free its rows; an unknown one is no error."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.seq.finish_reason = "abort"
+            self.scheduler.remove(request.seq)
+            self._drop_finished([request.seq])
+
+    def stats(self) -> SpecStats:
+        """Counts over all requests so far."""
+        return self._stats
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    # whole requests
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Chunks of one request as they come. Several streams may be read in turns; closing one aborts it."""
+        name = self.add(prompt, sampling)
+        return self._stream(name)
+
+    @overload
+    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(self, prompts: list[dict[str, str]], sampling: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(self, prompts: list[int], sampling: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[dict[str, str]]] | list[list[int]],
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[Result]: ...
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Result | list[Result]:
+        """Finished results: one for a text, a conversation or a list of ids; a list for a list of those."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict | int)):
+            return self._finish_all([prompts], [sampling])[0]  # type: ignore[list-item]
+        if not isinstance(prompts, list | tuple) or not prompts:
+            raise PromptError(f"a prompt is a text, a list of chat messages or a list of token ids, not {prompts!r:.80}")
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise OptionError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
+        return self._finish_all(list(prompts), each)  # type: ignore[arg-type]
+
+    def _finish_all(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
+        names: list[str] = []
+        chunks: dict[str, list[Chunk]] = {}
+        requests: dict[str, _Request] = {}
+        try:
+            for prompt, params in zip(prompts, sampling, strict=True):
+                names.append(name := self.add(prompt, params))
+                requests[name], chunks[name] = self._requests[name], []
+                requests[name].is_streamed = True
+            for name in names:
+                chunks[name].extend(self._pump(name))
+        finally:
+            for name in names:
+                self.abort(name)
+        return [_result(requests[name], chunks[name]) for name in names]
+
+    def _stream(self, name: str) -> Iterator[Chunk]:
+        self._requests[name].is_streamed = True
+        try:
+            yield from self._pump(name)
+        finally:
+            self.abort(name)
+
+    def _pump(self, name: str) -> Iterator[Chunk]:
+        """This request's chunks; a step taken for it leaves the other readers' chunks in their requests."""
+        request = self._requests[name]
+        while True:
+            while request.chunks:
+                yield request.chunks.pop(0)
+            if request.seq.is_finished:
+                return
+            self.step()
+
+    # parts of a step
+
+    def _propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
+        if self.drafter is None or not any(budgets):
+            return [EMPTY] * len(seqs)
+        drafts = self.drafter.propose(seqs, budgets)
+        return [self._checked(draft, budget) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def _checked(self, draft: Draft, budget: int) -> Draft:
+        """A draft of at most ``budget`` nodes of real tokens. Neither cut looks at a random draw, so neither biases."""
+        draft = prefix(draft, budget)
+        if not self.target.supports_trees and not draft.is_chain:
+            draft = prefix(draft, next(i for i, parent in enumerate(draft.parents) if parent != i - 1))
+        size = self.target.vocab_size
+        bad = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < size), None)
+        if draft.probs is not None and (bad is not None or draft.probs.shape != (len(draft), size)):
+            raise OptionError(
+                f"drafter {draft.drafter!r} gave {len(draft)} tokens with probabilities of shape "
+                f"{list(draft.probs.shape)}; the target needs [{len(draft)}, {size}] and token ids below {size}"
+            )
+        return draft if bad is None else prefix(draft, bad)
+
+    def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, score: Score) -> Chunk:
+        """Append the verdict's tokens up to the first that ends the sequence; the only writer of ``seq.tokens``."""
+        request = self._requests[seq.id]
+        last: TokenKind = "bonus" if verdict.is_bonus else "recovered"
+        chunk = Chunk(seq.id, [], [], [], None, None if seq.sampling.logprobs is None else [])
+        row = 0
+        for node in [*verdict.accepted, None]:
+            token = verdict.next_token if node is None else draft.tokens[node]
+            seq.tokens.append(token)
+            chunk.tokens.append(token)
+            chunk.kinds.append(last if node is None else "accepted")
+            chunk.pieces.append(request.text.push(token))
+            if chunk.logprobs is not None:
+                chunk.logprobs.append(logprob(score.logits[row], token, seq.sampling.logprobs or 0))
+            seq.finish_reason = self._end(seq, token, request.text)
+            if seq.finish_reason is not None:
+                chunk.pieces[-1] += request.text.finish()
+                break
+            row = 0 if node is None else node + 1
+        return chunk if seq.finish_reason is None else _finished(chunk, seq.finish_reason)
+
+    def _end(self, seq: Sequence, token: int, text: TextStream) -> FinishReason | None:
+        if token in seq.eos_tokens or text.is_stopped:
+            return "stop"
+        if seq.num_output_tokens >= seq.sampling.max_tokens or len(seq) >= self.target.max_length:
+            return "length"
+        return None
+
+    def _retire(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            request = self._requests[chunk.request_id]
+            if request.is_streamed:
+                request.chunks.append(chunk)
+            if chunk.finish_reason is not None:
+                self.scheduler.remove(request.seq)
+
+    def _record(
+        self, seqs: list[Sequence], drafts: list[Draft], chunks: list[Chunk], times: tuple[float, float, float, float]
+    ) -> None:
+        started, drafted, scored, now = times
+        for seq, draft, chunk in zip(seqs, drafts, chunks, strict=True):
+            request = self._requests[seq.id]
+            for stats in (request.stats, self._stats):
+                stats.num_steps += 1
+                stats.num_emitted_tokens += len(chunk.tokens)
+                if len(draft):
+                    stats.record(len(draft), chunk.kinds.count("accepted"))
+            timings = request.timings
+            timings.first_token = timings.first_token or now
+            timings.last_token = now
+            timings.num_output_tokens = seq.num_output_tokens
+            timings.draft += drafted - started
+            timings.verify += scored - drafted
+            timings.sample += now - scored
+
+    def _drop_finished(self, seqs: Seq[Sequence]) -> None:
+        for seq in seqs:
+            if seq.is_finished and self._requests.pop(seq.id, None) is not None:
+                self.target.forget(seq)
+                if self.drafter is not None:
+                    self.drafter.forget(seq)
+
+    def _check(self, sampling: SamplingParams) -> None:
+        size = self.target.vocab_size
+        named = {"logit_bias": sampling.logit_bias, "bad_tokens": sampling.bad_tokens}
+        named["allowed_tokens"] = sampling.allowed_tokens or ()
+        for name, tokens in named.items():
+            if bad := [token for token in tokens if not 0 <= token < size]:
+                raise OptionError(f"{name} names token id {bad[0]}; the model's vocabulary has {size}")
+        if sampling.stop and self.tokenizer is None:
+            raise OptionError("stop strings need a tokenizer, and this engine has none; use token ids")
+
+
+def logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """log softmax of the target's own logits [vocab], and its ``count`` likeliest tokens."""
+    logprobs = torch.log_softmax(logits, -1)
+    values, ids = logprobs.topk(count)
+    return TokenLogprob(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _finished(chunk: Chunk, reason: FinishReason) -> Chunk:
+    return Chunk(chunk.request_id, chunk.tokens, chunk.pieces, chunk.kinds, reason, chunk.logprobs)
+
+
+def _result(request: _Request, chunks: list[Chunk]) -> Result:
+    logprobs = None
+    if request.seq.sampling.logprobs is not None:
+        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return Result(
+        text="".join(chunk.text for chunk in chunks),
+        tokens=[token for chunk in chunks for token in chunk.tokens],
+        finish_reason=request.seq.finish_reason or "abort",
+        stats=request.stats,
+        timings=request.timings,
+        kinds=[kind for chunk in chunks for kind in chunk.kinds],
+        logprobs=logprobs,
+    )

@@ -1,0 +1,187 @@
+"""A toy target whose distribution is known exactly, and the plain loops that everything is compared with."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flashspec.core import EMPTY, Draft, Drafter, SamplingParams, Score, Sequence
+from flashspec.sampling import exponential_noise
+from flashspec.tree import paths
+
+torch.set_num_threads(2)
+MODELS = Path(os.environ.get("FLASHSPEC_MODELS", "~/.cache/flashspec-models")).expanduser()
+SMOLLM2 = MODELS / "smollm2"
+
+Logits = Callable[[Seq[int]], np.ndarray]  # context -> [vocab] float32
+
+
+class ToyTarget:
+    """Logits are a pure function of the last ``memory`` tokens; the cache is a list that is checked at every call."""
+
+    supports_trees = True
+    has_hidden = True
+
+    def __init__(
+        self, vocab_size: int = 12, *, memory: int = 2, scale: float = 2.0, salt: int = 0, eos: Seq[int] = (),
+        max_length: int = 512,
+    ) -> None:
+        self.vocab_size, self.memory, self.scale, self.salt = vocab_size, memory, scale, salt
+        self.eos_tokens = frozenset(eos)
+        self.max_length = max_length
+        self.forward_seconds = 0.0
+        self.held: dict[str, list[int]] = {}  # sequence id -> the tokens whose keys a real cache would hold
+        self.num_scored_tokens = 0
+        self._last: dict[str, tuple[Sequence, Draft]] = {}
+
+    def logits(self, context: Seq[int]) -> np.ndarray:
+        seed = hash((self.salt, *context[-self.memory :])) % 2**32
+        return (np.random.default_rng(seed).standard_normal(self.vocab_size) * self.scale).astype(np.float32)
+
+    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> list[Score]:
+        return [self._score(seq, draft, hidden) for seq, draft in zip(seqs, drafts, strict=True)]
+
+    def _score(self, seq: Sequence, draft: Draft, hidden: bool) -> Score:
+        held = self.held.setdefault(seq.id, [])
+        assert held == seq.tokens[: len(held)], "the cache holds something else than a prefix of the sequence"
+        assert len(held) < len(seq.tokens), "the last token is already in the cache"
+        assert len(seq.tokens) + len(draft) <= self.max_length, "scored past the model's positions"
+        self.num_scored_tokens += len(seq.tokens) - len(held) + len(draft)
+        self.held[seq.id] = list(seq.tokens)
+        self._last[seq.id] = (seq, draft)
+        contexts = [seq.tokens] + [seq.tokens + [draft.tokens[i] for i in path] for path in paths(draft.parents)]
+        rows = torch.from_numpy(np.stack([self.logits(context) for context in contexts]))
+        return Score(rows, rows.clone() if hidden else None)
+
+    def keep(self, seq: Sequence, accepted: Seq[int]) -> None:
+        _, draft = self._last[seq.id]
+        self.held[seq.id] = self.held[seq.id] + [draft.tokens[i] for i in accepted]
+        assert self.held[seq.id] == seq.tokens[: len(self.held[seq.id])], "kept tokens were not committed"
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        if seq.id in self.held:
+            self.held[seq.id] = self.held[seq.id][:length]
+
+    def forget(self, seq: Sequence) -> None:
+        self.held.pop(seq.id, None)
+        self._last.pop(seq.id, None)
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts what ``guess(tokens, budget)`` returns: a list of tokens, or a whole Draft."""
+
+    name = "scripted"
+
+    def __init__(self, guess: Callable[[list[int], int], list[int] | Draft]) -> None:
+        self.guess = guess
+        self.forgotten: list[str] = []
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        drafts = [self.guess(list(seq.tokens), budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        return [draft if isinstance(draft, Draft) else Draft.chain(draft, drafter=self.name) for draft in drafts]
+
+    def forget(self, seq: Sequence) -> None:
+        self.forgotten.append(seq.id)
+
+
+def dense_p(logits: np.ndarray, params: SamplingParams, history: Seq[int], output: Seq[int], eos: Seq[int] = ()) -> np.ndarray:
+    """What SamplingParams mean, written for one position in float64 and in the plainest way. [vocab]"""
+    x = logits.astype(np.float64).copy()
+    for token in set(history):
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token in set(output):
+        x[token] -= params.presence_penalty + params.frequency_penalty * list(output).count(token)
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    if params.allowed_tokens is not None:
+        x[[token for token in range(len(x)) if token not in params.allowed_tokens]] = -math.inf
+    x[list(params.bad_tokens)] = -math.inf
+    if len(output) < params.min_tokens:
+        x[list(eos)] = -math.inf
+    if params.temperature == 0:
+        return np.eye(len(x))[int(x.argmax())]
+    x = (x - x.max()) / params.temperature
+    p = np.exp(x) / np.exp(x).sum()
+    order = np.argsort(-p, kind="stable")
+    if params.top_k:
+        p[order[params.top_k :]] = 0
+        p /= p.sum()
+    if params.top_p < 1:
+        before = np.concatenate([[0], np.cumsum(p[order])[:-1]])
+        p[order[before >= params.top_p]] = 0
+        p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def plain_loop(
+    logits: Logits, prompt: Seq[int], params: SamplingParams, *, choice: int = 0, eos: Seq[int] = ()
+) -> list[int]:
+    """Ordinary decoding, one token at a time: argmax, or keyed sampling where there is a seed."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        output = tokens[len(prompt) :]
+        p = dense_p(logits(tokens), params, tokens, output, [] if params.ignore_eos else eos)
+        if params.temperature == 0:
+            token = int(p.argmax())
+        else:
+            assert params.seed is not None, "only seeded sampling has one right answer"
+            noise = exponential_noise(params.seed, choice, len(tokens), torch.arange(len(p))).numpy()
+            with np.errstate(divide="ignore"):
+                token = int((noise / p).argmin())
+        tokens.append(token)
+        if token in eos and not params.ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def sequence(tokens: Seq[int], params: SamplingParams | None = None, *, num_prompt_tokens: int | None = None,
+             eos: Seq[int] = (), name: str = "s") -> Sequence:
+    count = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    return Sequence(name, list(tokens), count, params or SamplingParams(), eos_tokens=frozenset(eos))
+
+
+class Uniforms(random.Random):
+    """A generator that plays back given numbers: for enumerating every branch of a verification rule."""
+
+    def __init__(self, numbers: Seq[float]) -> None:
+        super().__init__(0)
+        self.numbers = list(numbers)
+
+    def random(self) -> float:
+        return self.numbers.pop(0)
+
+
+def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
+    """Pearson's statistic divided by its 99.9 % quantile (Wilson-Hilferty): above 1 is a failure."""
+    expected = p * counts.sum()
+    assert counts[p == 0].sum() == 0, "a token of probability 0 was drawn"
+    use = expected > 0
+    df = int(use.sum()) - 1
+    if df == 0:
+        return 0.0
+    statistic = float(((counts[use] - expected[use]) ** 2 / expected[use]).sum())
+    quantile = df * (1 - 2 / (9 * df) + 3.0902 * math.sqrt(2 / (9 * df))) ** 3
+    return statistic / quantile
+
+
+@pytest.fixture
+def toy() -> ToyTarget:
+    return ToyTarget()
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.skip(f"SmolLM2 is not in {SMOLLM2}; run: python scripts/get_models.py smollm2")
+    return SMOLLM2
+
+
+__all__ = ["EMPTY", "ScriptedDrafter", "ToyTarget", "Uniforms", "chi_square", "dense_p", "plain_loop", "sequence"]
