@@ -7,7 +7,7 @@ from flashspec.errors import FlashSpecError
 
 if TYPE_CHECKING:
     from flashspec.engine import LocalEngine, Result
-    from flashspec.load import load
+    from flashspec.loader import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "Verdict",
     "load",
 ]
-_LAZY = {"load": "flashspec.load", "LocalEngine": "flashspec.engine", "Result": "flashspec.engine"}
+_LAZY = {"load": "flashspec.loader", "LocalEngine": "flashspec.engine", "Result": "flashspec.engine"}
 
 
 def __getattr__(name: str) -> Any:

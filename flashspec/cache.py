@@ -36,7 +36,7 @@ class Feed:
         return len(self.unseen) + len(self.draft)
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Per-row lengths over all layers of one model.
 
     Args:
@@ -68,6 +68,7 @@ class SlotCache(Cache):
         self.lengths.append(0)
         return len(self.lengths) - 1
 
+    @torch.inference_mode()
     def close_row(self, row: int) -> int | None:
         """Free a row; the last row moves into its place. Returns the row that moved, if one did."""
         last = len(self.lengths) - 1
@@ -79,6 +80,7 @@ class SlotCache(Cache):
         self.lengths.pop()
         return last if row != last else None
 
+    @torch.inference_mode()
     def keep(self, row: int, base: int, accepted: Seq[int]) -> None:
         """Set a row to ``base`` tokens and the accepted nodes, whose slots begin at ``base``."""
         if list(accepted) != list(range(len(accepted))):
@@ -113,7 +115,9 @@ class SlotCache(Cache):
         position_ids = torch.tensor(positions, device=device)
         key_positions = torch.arange(self._width, device=device).expand(len(feeds), -1)
         # padding sees slot 0, so that no row of the softmax is empty
-        seen_up_to = torch.tensor([[slot if slot < self.capacity else 0 for slot in row] for row in slots], device=device)
+        seen_up_to = torch.tensor(
+            [[slot if slot < self.capacity else 0 for slot in row] for row in slots], device=device
+        )
         visible = key_positions[:, None, :] <= seen_up_to[:, :, None]
         if any(not feed.draft.is_chain for feed in feeds):
             key_positions = key_positions.clone()

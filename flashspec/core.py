@@ -63,7 +63,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "bad_tokens", "allowed_tokens"):
-            if (value := getattr(self, name)) is not None:
+            if isinstance(value := getattr(self, name), list | set | frozenset):
                 object.__setattr__(self, name, tuple(value))
         check_sampling(self)
 
@@ -111,21 +111,37 @@ def check_sampling(params: SamplingParams) -> None:
         raise OptionError(f"verification is {params.verification!r}; it must be auto, rejection, block or coupled")
     if params.min_tokens > params.max_tokens:
         raise OptionError(f"min_tokens is {params.min_tokens}, above max_tokens, which is {params.max_tokens}")
-    if params.seed is not None and (isinstance(params.seed, bool) or not isinstance(params.seed, int)):
+    if params.seed is not None and not _is_whole(params.seed):
         raise OptionError(f"seed is {params.seed!r}; it must be a whole number")
+    if not isinstance(params.ignore_eos, bool):
+        raise OptionError(f"ignore_eos is {params.ignore_eos!r}; it must be True or False")
     _check_tokens_and_text(params)
 
 
 def _check_tokens_and_text(params: SamplingParams) -> None:
-    if any(not isinstance(text, str) or not text for text in params.stop):
+    if not isinstance(params.stop, tuple) or any(not isinstance(text, str) or not text for text in params.stop):
         raise OptionError(f"stop is {params.stop!r}; each stop string must be a text of at least one character")
+    for name in ("bad_tokens", "allowed_tokens"):
+        ids = getattr(params, name)
+        if ids is not None and not (isinstance(ids, tuple) and all(map(_is_whole, ids))):
+            raise OptionError(f"{name} is {ids!r:.80}; it must be a list of token ids, which are whole numbers")
     if params.allowed_tokens is not None and not set(params.allowed_tokens) - set(params.bad_tokens):
-        raise OptionError("allowed_tokens leaves no token to choose from; allow at least one that is not in bad_tokens")
-    if params.logprobs is not None and not 0 <= params.logprobs <= 100:
+        raise OptionError(
+            f"allowed_tokens is {params.allowed_tokens!r:.80} and leaves no token to choose from; allow at least one "
+            "that is not in bad_tokens"
+        )
+    if params.logprobs is not None and not (_is_whole(params.logprobs) and 0 <= params.logprobs <= 100):
         raise OptionError(f"logprobs is {params.logprobs!r}; it must be from 0 to 100, or None for none")
+    if not isinstance(params.logit_bias, Mapping):
+        raise OptionError(f"logit_bias is {params.logit_bias!r:.80}; it must map token ids to numbers")
     for token, bias in params.logit_bias.items():
-        if not isinstance(token, int) or not isinstance(bias, int | float) or not -1e4 <= bias <= 1e4:
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not _is_whole(token) or not is_number or not -1e4 <= bias <= 1e4:
             raise OptionError(f"logit_bias has {token!r}: {bias!r}; it maps token ids to numbers from -10000 to 10000")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Status(Enum):
@@ -327,15 +343,13 @@ class Drafter(Protocol):
         """A draft of at most ``budgets[i]`` nodes for each sequence; an empty draft is ordinary decoding."""
         ...
 
-    def observe(
-        self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]
-    ) -> None:
+    def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
         """See what became of the drafts; ``seq.tokens`` already holds the committed tokens."""
-        return None
+        return
 
     def forget(self, seq: Sequence) -> None:
         """Drop all state of a finished sequence; an unknown one is no error."""
-        return None
+        return
 
 
 class Target(Protocol):

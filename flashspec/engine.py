@@ -161,8 +161,18 @@ class LocalEngine:
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Chunk]:
         """Chunks of one request as they come. Several streams may be read in turns; closing one aborts it."""
-        name = self.add(prompt, sampling)
-        return self._stream(name)
+        return self.chunks(self.add(prompt, sampling))
+
+    def chunks(self, request_id: str) -> Iterator[Chunk]:
+        """The chunks of a request that was added; closing the iterator aborts it."""
+        request = self._requests[request_id]
+        request.is_streamed = True
+        return self._read(request)
+
+    def progress(self, request_id: str) -> tuple[SpecStats, Timings]:
+        """A request's counts and timings, live: they go on changing while it runs."""
+        request = self._requests[request_id]
+        return request.stats, request.timings
 
     @overload
     def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Result: ...
@@ -181,47 +191,44 @@ class LocalEngine:
         self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
     ) -> Result | list[Result]:
         """Finished results: one for a text, a conversation or a list of ids; a list for a list of those."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict | int)):
+        is_list = isinstance(prompts, list | tuple) and len(prompts) > 0
+        if isinstance(prompts, str) or (is_list and isinstance(prompts[0], dict | int)):
             return self._finish_all([prompts], [sampling])[0]  # type: ignore[list-item]
-        if not isinstance(prompts, list | tuple) or not prompts:
-            raise PromptError(f"a prompt is a text, a list of chat messages or a list of token ids, not {prompts!r:.80}")
+        if not is_list:
+            raise PromptError(
+                f"a prompt is a text, a list of chat messages or a list of token ids, not {prompts!r:.80}"
+            )
         each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise OptionError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
         return self._finish_all(list(prompts), each)  # type: ignore[arg-type]
 
     def _finish_all(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
-        names: list[str] = []
-        chunks: dict[str, list[Chunk]] = {}
-        requests: dict[str, _Request] = {}
+        requests: list[_Request] = []
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                names.append(name := self.add(prompt, params))
-                requests[name], chunks[name] = self._requests[name], []
-                requests[name].is_streamed = True
-            for name in names:
-                chunks[name].extend(self._pump(name))
+                request = self._requests[self.add(prompt, params)]
+                request.is_streamed = True
+                requests.append(request)
+            return [_result(request, list(self._read(request))) for request in requests]
         finally:
-            for name in names:
-                self.abort(name)
-        return [_result(requests[name], chunks[name]) for name in names]
+            for request in requests:
+                self.abort(request.seq.id)
 
-    def _stream(self, name: str) -> Iterator[Chunk]:
-        self._requests[name].is_streamed = True
-        try:
-            yield from self._pump(name)
-        finally:
-            self.abort(name)
-
-    def _pump(self, name: str) -> Iterator[Chunk]:
+    def _read(self, request: _Request) -> Iterator[Chunk]:
         """This request's chunks; a step taken for it leaves the other readers' chunks in their requests."""
-        request = self._requests[name]
-        while True:
-            while request.chunks:
-                yield request.chunks.pop(0)
-            if request.seq.is_finished:
-                return
-            self.step()
+        try:
+            while request.chunks or not request.seq.is_finished:
+                if not request.chunks:
+                    self.step()
+                yield from self._taken(request)
+        finally:
+            self.abort(request.seq.id)
+
+    @staticmethod
+    def _taken(request: _Request) -> list[Chunk]:
+        taken, request.chunks = request.chunks, []
+        return taken
 
     # parts of a step
 

@@ -100,8 +100,10 @@ def penalised(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
     """Repetition (prompt and output), presence and frequency (output) penalties, each row with its own history."""
     params, (rows, vocab) = seq.sampling, logits.shape
     device = logits.device
-    prompt = torch.bincount(torch.tensor(seq.tokens[: seq.num_prompt_tokens], device=device), minlength=vocab)
-    output = torch.bincount(torch.tensor(seq.output, dtype=torch.long, device=device), minlength=vocab)
+    prompt = torch.tensor(seq.tokens[: seq.num_prompt_tokens], dtype=torch.long, device=device).bincount(
+        minlength=vocab
+    )
+    output = torch.tensor(seq.output, dtype=torch.long, device=device).bincount(minlength=vocab)
     counts = output[None, :vocab].repeat(rows, 1)
     pairs = [(row + 1, draft.tokens[node]) for row, path in enumerate(paths(draft.parents)) for node in path]
     if pairs:
@@ -119,7 +121,7 @@ def filtered(logits: Tensor, params: SamplingParams) -> Distribution:
     vocab = logits.shape[-1]
     best = logits.max(-1, keepdim=True).values
     _check_finite(best)
-    scaled = (logits - best) / params.temperature  # at most 0, so a tiny temperature cannot overflow
+    scaled = (logits - best) / max(params.temperature, 1e-30)  # at most 0, and 1e-30 is above float32's smallest
     ids: Tensor | None = None
     if 0 < params.top_k < vocab:
         scaled, ids = scaled.topk(params.top_k)
@@ -196,7 +198,7 @@ def exponential_noise(seed: int, choice: int, position: int, tokens: Tensor) -> 
     bits = (bits ^ _shift(bits, 30)) * _int64(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shift(bits, 27)) * _int64(0x94D049BB133111EB)
     bits = bits ^ _shift(bits, 31)
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # inside (0, 1)
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # inside (0, 1): 52 bits and a half are exact
     return -torch.log1p(-uniform)
 
 

@@ -28,7 +28,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, vocab_size: int) -> l
     elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
         ids = list(prompt)  # type: ignore[arg-type]
     else:
-        raise PromptError(f"a prompt is a text, a list of chat messages or a list of token ids, not {prompt!r:.80}")
+        raise PromptError(f"a prompt is a text, a list of chat messages or of token ids, not {prompt!r:.80}")
     if not ids:
         raise PromptError("the prompt is empty; give at least one token")
     if bad := [token for token in ids if not 0 <= token < vocab_size]:

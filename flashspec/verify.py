@@ -95,7 +95,7 @@ def block(p: Distribution, draft: Draft, seq: Sequence) -> Verdict:
         if i < n:
             weights, ids = p.row(i)
             excess = float(_excess(weights * running, ids, draft.probs[i]).sum(dtype=torch.float64))
-            slack = excess + 1 - running
+            slack = excess + (1 - running)
             chance = excess / slack if slack > 0 else 1.0
         else:
             chance = running
@@ -104,23 +104,20 @@ def block(p: Distribution, draft: Draft, seq: Sequence) -> Verdict:
     accepted = list(range(tau))
     weights, ids = p.row(tau)
     if tau < n:
-        weights = residual(weights * best, ids, draft.probs[tau], otherwise=weights)
+        weights = residual(weights * best, ids, draft.probs[tau])
     return Verdict(accepted, draw(weights, ids, seq.rng.random()), is_bonus=tau == n)
 
 
-def residual(weights: Tensor, ids: Tensor | None, q: Tensor, *, otherwise: Tensor | None = None) -> Tensor:
-    """max(p - q, 0), normalised, on p's support [support]; p itself where they are equal up to rounding.
+def residual(weights: Tensor, ids: Tensor | None, q: Tensor) -> Tensor:
+    """max(p - q, 0), normalised, on p's support [support]; p itself where nothing is left, equal up to rounding.
 
     Args:
         weights: p, or P_tau p for block verification. [support]
         q: the draft's distribution over the vocabulary. [vocab]
-        otherwise: what to return where the residual's mass is 0; ``weights`` if not given.
     """
     rest = _excess(weights, ids, q)
     mass = rest.sum()
-    if float(mass) > 0:
-        return rest / mass
-    return weights if otherwise is None else otherwise
+    return rest / mass if float(mass) > 0 else weights
 
 
 def _excess(weights: Tensor, ids: Tensor | None, q: Tensor) -> Tensor:

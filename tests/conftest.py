@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
@@ -13,13 +12,12 @@ import pytest
 import torch
 
 from flashspec.core import EMPTY, Draft, Drafter, SamplingParams, Score, Sequence
+from flashspec.errors import ModelError
+from flashspec.loader import converted, default_model
 from flashspec.sampling import exponential_noise
 from flashspec.tree import paths
 
-torch.set_num_threads(2)
-MODELS = Path(os.environ.get("FLASHSPEC_MODELS", "~/.cache/flashspec-models")).expanduser()
-SMOLLM2 = MODELS / "smollm2"
-
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 Logits = Callable[[Seq[int]], np.ndarray]  # context -> [vocab] float32
 
 
@@ -30,7 +28,13 @@ class ToyTarget:
     has_hidden = True
 
     def __init__(
-        self, vocab_size: int = 12, *, memory: int = 2, scale: float = 2.0, salt: int = 0, eos: Seq[int] = (),
+        self,
+        vocab_size: int = 12,
+        *,
+        memory: int = 2,
+        scale: float = 2.0,
+        salt: int = 0,
+        eos: Seq[int] = (),
         max_length: int = 512,
     ) -> None:
         self.vocab_size, self.memory, self.scale, self.salt = vocab_size, memory, scale, salt
@@ -91,7 +95,9 @@ class ScriptedDrafter(Drafter):
         self.forgotten.append(seq.id)
 
 
-def dense_p(logits: np.ndarray, params: SamplingParams, history: Seq[int], output: Seq[int], eos: Seq[int] = ()) -> np.ndarray:
+def dense_p(
+    logits: np.ndarray, params: SamplingParams, history: Seq[int], output: Seq[int], eos: Seq[int] = ()
+) -> np.ndarray:
     """What SamplingParams mean, written for one position in float64 and in the plainest way. [vocab]"""
     x = logits.astype(np.float64).copy()
     for token in set(history):
@@ -106,7 +112,7 @@ def dense_p(logits: np.ndarray, params: SamplingParams, history: Seq[int], outpu
     if len(output) < params.min_tokens:
         x[list(eos)] = -math.inf
     if params.temperature == 0:
-        return np.eye(len(x))[int(x.argmax())]
+        return (np.arange(len(x)) == x.argmax()).astype(np.float64)
     x = (x - x.max()) / params.temperature
     p = np.exp(x) / np.exp(x).sum()
     order = np.argsort(-p, kind="stable")
@@ -142,8 +148,14 @@ def plain_loop(
     return tokens[len(prompt) :]
 
 
-def sequence(tokens: Seq[int], params: SamplingParams | None = None, *, num_prompt_tokens: int | None = None,
-             eos: Seq[int] = (), name: str = "s") -> Sequence:
+def sequence(
+    tokens: Seq[int],
+    params: SamplingParams | None = None,
+    *,
+    num_prompt_tokens: int | None = None,
+    eos: Seq[int] = (),
+    name: str = "s",
+) -> Sequence:
     count = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
     return Sequence(name, list(tokens), count, params or SamplingParams(), eos_tokens=frozenset(eos))
 
@@ -179,9 +191,11 @@ def toy() -> ToyTarget:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    if not (SMOLLM2 / "config.json").is_file():
-        pytest.skip(f"SmolLM2 is not in {SMOLLM2}; run: python scripts/get_models.py smollm2")
-    return SMOLLM2
+    """The folder of the one real model, converted once from the GGUF file in the pip package."""
+    try:
+        return converted(default_model(), lambda line: None)
+    except ModelError as error:
+        pytest.skip(f"SmolLM2 is not installed ({error})")
 
 
 __all__ = ["EMPTY", "ScriptedDrafter", "ToyTarget", "Uniforms", "chi_square", "dense_p", "plain_loop", "sequence"]

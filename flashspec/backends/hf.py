@@ -10,6 +10,8 @@ import inspect
 import logging
 import time
 from collections.abc import Iterable, Sequence as Seq
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +103,13 @@ class HFTarget:
         """Tokens of the sequence in the cache."""
         return self._cache.lengths[self._row(seq)] if seq.id in self._ids else 0
 
+    @torch.inference_mode()
+    def plain_logits(self, tokens: list[int]) -> Tensor:
+        """Logits [vocab] after ``tokens`` by a forward without any cache: the reference for all the others."""
+        output = self.model(input_ids=torch.tensor([tokens], device=self.model.device), use_cache=False)
+        logits: Tensor = output.logits[0, -1, : self.vocab_size]
+        return logits.float()
+
     # forwards
 
     def _row(self, seq: Sequence) -> int:
@@ -116,6 +125,8 @@ class HFTarget:
             self._cache.open_row()
             self._ids.append(seq.id)
         row = self._row(seq)
+        # scoring the same context again is allowed: the row of logits after it needs its last token fed
+        self._cache.lengths[row] = min(self._cache.lengths[row], len(seq) - 1)
         return Feed(row, seq.tokens[self._cache.lengths[row] :], draft)
 
     def _forward(self, feeds: list[Feed], *, hidden: bool) -> list[Score]:
@@ -143,10 +154,8 @@ class HFTarget:
         """Logits [rows, wanted, vocab] float32 and hidden states [rows, wanted, d] of the last positions."""
         device, dtype = self.model.device, self.model.dtype
         prepared = self._cache.prepare(feeds, device=device)
-        masks = {
-            kind: additive_mask(prepared, window=window, dtype=dtype) for kind, window in self._windows.items()
-        }
-        arguments = {
+        masks = {kind: additive_mask(prepared, window=window, dtype=dtype) for kind, window in self._windows.items()}
+        arguments: dict[str, Any] = {
             "input_ids": prepared["input_ids"],
             "position_ids": prepared["position_ids"],
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
@@ -184,7 +193,9 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"{name} has layers that Transformers has no key/value cache for ({error})") from error
+        raise UnsupportedModelError(
+            f"{name} has layers that Transformers has no key/value cache for ({error})"
+        ) from error
     windows: list[int | None] = []
     for layer in layers:
         if type(layer) is DynamicLayer:
@@ -250,7 +261,8 @@ class PackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
 
 
 PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other number still runs
@@ -258,21 +270,27 @@ PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other nu
 
 def pack_linears(model: nn.Module) -> bool:
     """Replace the model's float32 linear layers on a CPU by packed ones; False where the operator is missing."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        logger.warning("this torch has no oneDNN linear operator; linear layers stay as they are, and drafts cost more")
+    if not _can_pack():
         return False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if (weight := _linear_weight(child)) is not None:
-                setattr(parent, name, PackedLinear(weight, child.bias))
-                weight = None
+                setattr(parent, name, PackedLinear(weight, getattr(child, "bias", None)))
     return True
+
+
+@cache  # so that it is said once
+def _can_pack() -> bool:
+    if all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
+        return True
+    logger.warning("this torch has no oneDNN linear operator: linear layers stay as they are, and drafts cost more")
+    return False
 
 
 def _linear_weight(module: nn.Module) -> Tensor | None:
     """[out, in] of a plain float32 linear layer (GPT-2's Conv1D included), else None."""
     kind = type(module)
-    weight = getattr(module, "weight", None)
+    weight: Tensor | None = getattr(module, "weight", None)
     if weight is None or weight.dtype is not torch.float32 or weight.device.type != "cpu":
         return None
     if kind is nn.Linear:
@@ -281,7 +299,7 @@ def _linear_weight(module: nn.Module) -> Tensor | None:
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Transformers' SDPA attention, without repeating keys and values in memory for a few grouped queries.
 
@@ -293,7 +311,8 @@ def grouped_attention(
     group = heads // kv_heads
     plain = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
     if group == 1 or m > GROUPED_ROWS or not plain or kwargs.get("position_bias") is not None or kwargs.get("softcap"):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, None
     assert attention_mask is not None
     mask = attention_mask.expand(rows, group, m, -1).reshape(rows, 1, group * m, -1)
     packed = query.reshape(rows, kv_heads, group * m, width)
@@ -336,7 +355,7 @@ def self_test(target: HFTarget) -> float:
             target.keep(seq, [])
             for row, path in enumerate([[], *paths(draft.parents)]):
                 context = seq.tokens + [draft.tokens[node] for node in path]
-                worst = max(worst, _difference(score.logits[row], _plain_logits(target.model, context, target.vocab_size)))
+                worst = max(worst, _difference(score.logits[row], target.plain_logits(context)))
     finally:
         target.forget(seq)
     limit = 1e-3 if target.model.dtype is torch.float32 else 0.15
@@ -347,11 +366,6 @@ def self_test(target: HFTarget) -> float:
             "flashspec does not know"
         )
     return worst
-
-
-def _plain_logits(model: PreTrainedModel, tokens: list[int], vocab_size: int) -> Tensor:
-    output = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
-    return output.logits[0, -1, :vocab_size].float()
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,19 @@ def load(
         FlashSpecError: with what was wrong, the limit and the next step.
     """
     kind, name = choose_drafter(drafter, has_draft=draft is not None)
-    options = {"device": device, "dtype": dtype, "pack": pack, "trust_remote_code": trust_remote_code}
-    loaded = load_model(model, progress=progress, self_test=self_test, **options)
+    make = partial(
+        load_model,
+        device=device,
+        dtype=dtype,
+        pack=pack,
+        trust_remote_code=trust_remote_code,
+        self_test=self_test,
+        progress=progress,
+    )
+    loaded = make(model)
     small = None
     if kind is not None and kind.needs_draft:
-        small = load_model(draft, progress=progress, self_test=self_test, **options)
+        small = make(draft)
     elif draft is not None:
         logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
@@ -167,6 +176,22 @@ def load_model(
         say(f"self-test of {name} ({family}): logits after rollback differ by {difference:.1e} standard deviations")
     logger.info("%s: %s on %s", name, str(network.dtype).removeprefix("torch."), place)
     return Loaded(name, target, tokenizer)
+
+
+def load_plain(
+    model: str | os.PathLike[str] | None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Any:
+    """The same weights as a stock Transformers model, for the benchmark's baselines."""
+    say = progress or (lambda line: None)
+    name = EMBEDDED_NAME if model is None else str(model)
+    place = _device(device)
+    say(f"loading {name} for Transformers' own generate")
+    return _pretrained(name, _source(model, say), place, _dtype(dtype, place), trust_remote_code)[0]
 
 
 def check_vocabularies(target: Loaded, draft: Loaded) -> None:
@@ -256,7 +281,9 @@ def _convert(gguf: Path, folder: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
     except Exception as error:
-        raise ModelError(f"cannot read {gguf}: {_first_line(error)}; is it a whole GGUF file of a supported model?") from error
+        raise ModelError(
+            f"cannot read {gguf}: {_first_line(error)}; is it a whole GGUF file of a supported model?"
+        ) from error
     finally:
         transformers_logging.disable_progress_bar()
     model.hf_quantizer, model.is_quantized = None, False
@@ -300,7 +327,9 @@ def _device(device: str | None) -> torch.device:
     except RuntimeError as error:
         raise OptionError(f"device is {name!r}; it must be cpu, cuda or cuda:N") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu")
+        raise OptionError(
+            f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
     return place
 
 
@@ -316,7 +345,8 @@ def _dtype(dtype: str | None, device: torch.device) -> torch.dtype | str:
         return torch.bfloat16
     logger.warning(
         "computing in float32 instead of %s: this CPU has no instructions for it, and without them scoring n draft "
-        "tokens costs n times as much as one", dtype
+        "tokens costs n times as much as one",
+        dtype,
     )
     return torch.float32
 
@@ -347,9 +377,11 @@ def _pretrained(
 def _readable_errors(name: str) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
+    hub_logger = logging.getLogger("huggingface_hub")
+    levels = transformers_logging.get_verbosity(), hub_logger.level
     transformers_logging.disable_progress_bar()
-    level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
+    hub_logger.setLevel(logging.ERROR)  # it warns of each of its five retries
     try:
         yield
     except FlashSpecError:
@@ -357,9 +389,13 @@ def _readable_errors(name: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise MemoryLimitError(f"no memory for the weights of {name}; use a smaller model or half precision") from error
     except Exception as error:  # from_pretrained raises a dozen kinds for unreadable files
-        raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
+        raise ModelError(
+            f"cannot load {name!r}: {_first_line(error)}; name a folder with a whole Transformers model, a .gguf file, "
+            "or a model on a hub that this machine reaches"
+        ) from error
     finally:
-        transformers_logging.set_verbosity(level)
+        transformers_logging.set_verbosity(levels[0])
+        hub_logger.setLevel(levels[1])
 
 
 def _check_memory(name: str, folder: Path, dtype: torch.dtype | str, device: torch.device) -> None:

@@ -1,0 +1,395 @@
+"""The command line: generate, chat, bench. Flags only; the work is done elsewhere.
+
+Text goes to stdout as it comes; everything else (spinners, statistics, errors) goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.text import Text
+
+import flashspec
+from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
+from flashspec.errors import FlashSpecError, OptionError, PromptError
+
+if TYPE_CHECKING:
+    from flashspec.engine import LocalEngine
+
+app = typer.Typer(
+    help="Lossless speculative decoding: the same text, sooner.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+screen = Console(stderr=True, highlight=False)
+COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
+DEFAULTS = SamplingParams()
+
+
+class DrafterName(StrEnum):
+    none = "none"
+    ngram = "ngram"
+    model = "model"
+
+
+class Rule(StrEnum):
+    auto = "auto"
+    rejection = "rejection"
+    block = "block"
+    coupled = "coupled"
+
+
+# One option, one line: the commands share these.
+Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
+DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model of the same vocabulary.")]
+DrafterOption = Annotated[DrafterName | None, typer.Option(help="Default: model where --draft is given, else ngram.")]
+DraftLength = Annotated[int | None, typer.Option("--num-speculative-tokens", help="The longest draft.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option()]
+TopK = Annotated[int, typer.Option(help="0: all.")]
+MinP = Annotated[float, typer.Option()]
+RepetitionPenalty = Annotated[float, typer.Option()]
+PresencePenalty = Annotated[float, typer.Option()]
+FrequencyPenalty = Annotated[float, typer.Option()]
+Seed = Annotated[int | None, typer.Option(help="The same text again, whatever the drafter.")]
+MaxTokens = Annotated[int, typer.Option()]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
+Verification = Annotated[Rule, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Lay linear layers out for oneDNN (CPU, float32).")]
+SelfTest = Annotated[bool, typer.Option("--self-test", help="Compare rolled-back logits with plain ones first.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
+Stats = Annotated[bool, typer.Option("--stats", help="End with acceptance, speed and where the time went.")]
+ColorTokens = Annotated[bool, typer.Option("--color-tokens", help="Accepted, recovered and bonus tokens in colours.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which dtype, device and model was chosen.")]
+System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="- or nothing: read stdin.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    model: Model = None,
+    draft: DraftModel = None,
+    drafter: DrafterOption = None,
+    num_speculative_tokens: DraftLength = None,
+    temperature: Temperature = DEFAULTS.temperature,
+    top_p: TopP = DEFAULTS.top_p,
+    top_k: TopK = DEFAULTS.top_k,
+    min_p: MinP = DEFAULTS.min_p,
+    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
+    presence_penalty: PresencePenalty = DEFAULTS.presence_penalty,
+    frequency_penalty: FrequencyPenalty = DEFAULTS.frequency_penalty,
+    seed: Seed = DEFAULTS.seed,
+    max_tokens: MaxTokens = DEFAULTS.max_tokens,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    verification: Verification = Rule.auto,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: of each token and of so many others.")] = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    pack: Pack = True,
+    self_test: SelfTest = False,
+    trust_remote_code: TrustRemoteCode = False,
+    stats: Stats = False,
+    color_tokens: ColorTokens = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Generate text. Instruction models get the prompt through their chat template (see --raw)."""
+    _logging(verbose)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed, max_tokens=max_tokens,
+        stop=tuple(stop or ()), ignore_eos=ignore_eos, verification=verification.value, logprobs=logprobs,
+    )  # fmt: skip
+    text = _prompt(prompt, file)
+    engine = _load(
+        model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
+        pack=pack, self_test=self_test, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    reply = _Reply(engine, color=color_tokens, quiet=as_json)
+    with reply.interruptible():
+        reply.run(text if raw else _conversation(engine, text, system), sampling)
+    if as_json:
+        print(json.dumps(reply.as_dict(), ensure_ascii=False))
+    if stats:
+        screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
+    if reply.was_interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    draft: DraftModel = None,
+    drafter: DrafterOption = None,
+    num_speculative_tokens: DraftLength = None,
+    temperature: Temperature = DEFAULTS.temperature,
+    top_p: TopP = DEFAULTS.top_p,
+    top_k: TopK = DEFAULTS.top_k,
+    min_p: MinP = DEFAULTS.min_p,
+    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
+    seed: Seed = DEFAULTS.seed,
+    max_tokens: MaxTokens = 512,
+    system: System = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    pack: Pack = True,
+    trust_remote_code: TrustRemoteCode = False,
+    stats: Stats = False,
+    color_tokens: ColorTokens = False,
+    verbose: Verbose = False,
+) -> None:
+    """A conversation in the terminal. /clear starts anew, /exit or Ctrl-D ends, Ctrl-C cuts a reply short."""
+    _logging(verbose)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed, max_tokens=max_tokens,
+    )  # fmt: skip
+    engine = _load(
+        model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
+        pack=pack, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    for line in _lines():
+        if line == "/clear":
+            messages = list(start)
+            continue
+        reply = _Reply(engine, color=color_tokens)
+        try:
+            with reply.interruptible():
+                reply.run([*messages, {"role": "user", "content": line}], sampling)
+        except PromptError as error:  # the conversation has outgrown the context: say so and keep it
+            screen.print(f"[red]{escape(str(error))}[/] (/clear starts anew)")
+            continue
+        messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply.text}]
+        if stats:
+            screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
+
+
+@app.command()
+def bench(
+    prompts: Annotated[list[Path], typer.Option(help="JSON lines with messages or prompt; may be repeated.")],
+    model: Model = None,
+    draft: DraftModel = None,
+    drafters: Annotated[str, typer.Option(help="Comma-separated; none is always measured.")] = "none,ngram",
+    num_speculative_tokens: DraftLength = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 4,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = DEFAULTS.temperature,
+    hf: Annotated[bool, typer.Option("--hf", help="Measure Transformers' own ways in the same run.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    pack: Pack = True,
+    trust_remote_code: TrustRemoteCode = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure drafters against plain decoding in one interleaved run. The last line of stdout is JSON."""
+    from flashspec.bench import BenchOptions, run_bench
+
+    _logging(verbose)
+    options = BenchOptions(
+        model=model, draft=draft, drafters=[name.strip() for name in drafters.split(",") if name.strip()],
+        num_speculative_tokens=num_speculative_tokens, prompts=prompts, limit=limit, max_tokens=max_tokens,
+        temperature=temperature, hf=hf, device=device, dtype=dtype, pack=pack, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    run_bench(options, screen)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr, sys.stdin):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except FlashSpecError as error:
+        screen.print(f"[bold red]flashspec:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # the reader has gone, as with | head
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+# pieces
+
+
+class _Reply:
+    """One streamed answer: shown as it comes, kept when it is interrupted."""
+
+    def __init__(self, engine: LocalEngine, *, color: bool = False, quiet: bool = False) -> None:
+        self.engine, self.color, self.quiet = engine, color, quiet
+        self.paper = Console(highlight=False, soft_wrap=True)
+        self.chunks: list[Chunk] = []
+        self.stats, self.timings = SpecStats(), Timings(arrival=0.0)
+        self.was_interrupted = False
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    def run(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        name = self.engine.add(prompt, sampling)
+        self.stats, self.timings = self.engine.progress(name)
+        chunks = self.engine.chunks(name)
+        with screen.status("reading the prompt"):
+            self._take(next(chunks))
+        for chunk in chunks:
+            self._take(chunk)
+
+    def _take(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        if self.quiet:
+            return
+        if not self.color:
+            print(chunk.text, end="", flush=True)
+            return
+        for piece, kind in zip(chunk.pieces, chunk.kinds, strict=True):
+            self.paper.print(Text(piece, style=COLORS[kind]), end="")
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+        if not self.quiet:
+            print(flush=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        chunks = self.chunks
+        logprobs = [dataclasses.asdict(entry) for chunk in chunks for entry in chunk.logprobs or ()]
+        return {
+            "text": self.text,
+            "tokens": [token for chunk in chunks for token in chunk.tokens],
+            "kinds": [kind for chunk in chunks for kind in chunk.kinds],
+            "finish_reason": chunks[-1].finish_reason or "abort" if chunks else "abort",
+            "logprobs": logprobs or None,
+            "stats": stats_dict(self.stats),
+            "timings": timings_dict(self.timings),
+        }
+
+
+def stats_dict(stats: SpecStats) -> dict[str, Any]:
+    """The counts and what follows from them."""
+    derived = {"acceptance_rate": stats.acceptance_rate, "mean_acceptance_length": stats.mean_acceptance_length}
+    return {**dataclasses.asdict(stats), **derived}
+
+
+def timings_dict(timings: Timings) -> dict[str, float]:
+    """Seconds and rates."""
+    names = ("ttft", "tpot", "total", "tokens_per_second", "num_output_tokens", "draft", "verify", "sample")
+    return {name: getattr(timings, name) for name in names}
+
+
+def stats_text(stats: SpecStats, timings: Timings) -> str:
+    """The lines that --stats ends with."""
+    spent = (timings.draft + timings.verify + timings.sample) or 1.0
+    shares = ", ".join(f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
+    accepted = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens in {stats.num_drafts} drafts"
+    return (
+        f"[dim]acceptance rate {stats.acceptance_rate:.1%} ({accepted}), "
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}\n"
+        f"{timings.num_output_tokens} tokens in {stats.num_steps} steps, {timings.tokens_per_second:.1f} tokens/s, "
+        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms\ntime: {shares}[/]"
+    )
+
+
+def _load(model: str | None, *, drafter: DrafterName | None, **options: Any) -> LocalEngine:
+    with screen.status("starting") as status:  # torch and Transformers take seconds to import
+        from flashspec.loader import load
+
+        def say(line: str) -> None:
+            status.update(escape(line))
+            if not screen.is_terminal:
+                screen.print(escape(line), style="dim")
+
+        return load(model, drafter=drafter.value if drafter else None, progress=say, **options)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt not in (None, "-") and file is not None:
+        raise OptionError("a prompt and --file were both given; give one of them")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(
+                f"cannot read the prompt from {file}: {error}; give an existing UTF-8 text file"
+            ) from error
+    elif prompt in (None, "-"):
+        if sys.stdin.isatty():
+            screen.print("the prompt, then Ctrl-D:", style="dim")
+        text = sys.stdin.read()
+    else:
+        text = str(prompt)
+    if not text.strip():
+        raise PromptError("the prompt is empty; give a text, --file FILE, or text on stdin")
+    return text
+
+
+def _conversation(engine: LocalEngine, text: str, system: str | None) -> Prompt:
+    if not getattr(engine.tokenizer, "chat_template", None):
+        if system:
+            raise OptionError("--system needs a chat template, and this model has none")
+        return text
+    start = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": text}]
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, until /exit or the end of input."""
+    import readline  # noqa: F401  (line editing and history for input)
+
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            return
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+def _logging(verbose: bool) -> None:
+    handler = RichHandler(console=screen, show_time=False, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
+    logging.getLogger("flashspec").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    if show:
+        print(f"flashspec {flashspec.__version__}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,698 @@
+"""HFTarget against plain forwards, family by family; what is refused; how names become models."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence as Seq
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from conftest import sequence
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from flashspec import loader
+from flashspec.backends import hf
+from flashspec.backends.hf import HFTarget, PackedLinear
+from flashspec.cache import SlotCache
+from flashspec.core import EMPTY, Draft, Sequence
+from flashspec.errors import ModelError, OptionError, PromptError, UnsupportedModelError, VocabularyError
+from flashspec.tree import paths
+
+VOCAB = 131
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
+    "llama": lambda: tf.LlamaConfig(**SHAPE),
+    "qwen2": lambda: tf.Qwen2Config(**SHAPE),
+    "qwen2_windows": lambda: tf.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
+    "mistral": lambda: tf.MistralConfig(**SHAPE, sliding_window=8),
+    "gemma3": lambda: tf.Gemma3TextConfig(**SHAPE, **GEMMA, layer_types=KINDS),
+    "gpt2": lambda: tf.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=1),
+    "phi": lambda: tf.PhiConfig(**SHAPE),
+    "phi3": lambda: tf.Phi3Config(**SHAPE),
+    "phi3_window": lambda: tf.Phi3Config(**SHAPE, sliding_window=8),
+    "phi3_long": lambda: tf.Phi3Config(**SHAPE, rope_parameters=LONG_ROPE, original_max_position_embeddings=32),
+}
+FAMILIES = [name for name in CONFIGS if name != "phi3_long"]
+
+
+def build(family: str, attention: str = "sdpa") -> tf.PreTrainedModel:
+    """A random model whose attention, norms and biases all matter."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=attention).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+reference = functools.cache(build)
+
+
+@functools.cache
+def served(family: str) -> tf.PreTrainedModel:
+    """As ``load_model`` prepares it on a CPU."""
+    model = build(family)
+    hf.pack_linears(model)
+    hf.use_grouped_attention(model)
+    return model
+
+
+@functools.cache
+def plain(family: str, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Logits and last hidden state after the last token: a fresh forward of an untouched model."""
+    with torch.inference_mode():
+        ids = torch.tensor([tokens])
+        output = reference(family)(input_ids=ids, use_cache=False, output_hidden_states=True)
+    return output.logits[0, -1], output.hidden_states[-1][0, -1]
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert found.dtype is torch.float32
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+
+
+class Checked:
+    """A target whose every score is compared with plain forwards."""
+
+    def __init__(self, family: str, model: tf.PreTrainedModel | None = None) -> None:
+        self.family = family
+        self.target = HFTarget(model or served(family))
+
+    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> None:
+        scores = self.target.score(seqs, drafts, hidden=hidden)
+        for seq, draft, score in zip(seqs, drafts, scores, strict=True):
+            contexts = [(*seq.tokens, *(draft.tokens[node] for node in path)) for path in [[], *paths(draft.parents)]]
+            assert_close(score.logits, torch.stack([plain(self.family, context)[0] for context in contexts]))
+            if hidden:
+                assert score.hidden is not None
+                assert_close(score.hidden, torch.stack([plain(self.family, context)[1] for context in contexts]))
+            else:
+                assert score.hidden is None
+
+    def commit(self, seq: Sequence, draft: Draft, accepted: Seq[int], *tokens: int) -> None:
+        """As the engine does: the accepted path, then tokens of the target's own."""
+        held = len(seq) + len(accepted)
+        self.target.keep(seq, accepted)
+        seq.tokens += [draft.tokens[node] for node in accepted]
+        assert self.target.cached_length(seq) == held == len(seq)
+        seq.tokens += tokens
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+def a_tree(seed: int, n: int = 6) -> Draft:
+    rng = random.Random(seed)
+    return Draft(some_tokens(n, seed), [rng.randrange(-1, node) for node in range(n)])
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def checked(family: str) -> Checked:
+    return Checked(family)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(hf, "LONG", 5)
+
+
+# scores
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_a_prompt_in_chunks(checked: Checked) -> None:
+    for length in (1, 5, 6, 7, 8, 14, 15, 40):
+        seq = sequence(some_tokens(length, length), name=str(length))
+        checked.score([seq], [Draft.chain(some_tokens(length % 4))])
+        assert checked.target.cached_length(seq) == length
+
+
+def test_chains_with_rejected_and_accepted_tokens(checked: Checked) -> None:
+    seq = sequence(some_tokens(20))
+    for step, num_accepted in enumerate((0, 4, 2, 1, 0, 3)):
+        draft = Draft.chain(some_tokens(4, step + 1))
+        checked.score([seq], [draft])
+        checked.commit(seq, draft, range(num_accepted), step + 5)
+    checked.score([seq], [EMPTY])
+
+
+def test_trees_and_every_path_through_them(checked: Checked) -> None:
+    seq = sequence(some_tokens(11))
+    tree = Draft(some_tokens(7, 1), [-1, -1, 1, 0, 2, 2, 4])
+    for step, path in enumerate(([], [1, 2, 4, 6], [0, 3], [1, 2, 5], [1])):
+        checked.score([seq], [tree])
+        checked.commit(seq, tree, path, step + 40)
+    checked.score([seq], [Draft.chain(some_tokens(3))])
+
+
+def test_trees_deeper_than_a_window(checked: Checked) -> None:
+    """Siblings lie between a node and its ancestors: slots are further apart than positions."""
+    seq = sequence(some_tokens(11))
+    checked.score([seq], [Draft(some_tokens(16, 1), [-1, -1, -1, 2, 3, 3, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14])])
+
+
+def test_ragged_batches_with_different_numbers_of_unseen_tokens(checked: Checked) -> None:
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (3, 17, 9, 30)]
+    checked.score(seqs, [EMPTY] * 4)
+    for step in range(4):
+        for row, seq in enumerate(seqs):
+            checked.target.keep(seq, [])
+            seq.tokens += some_tokens(1 + (row * 2 + step) % 6, step)
+        drafts = [EMPTY, Draft.chain(some_tokens(5, step)), a_tree(step), Draft.chain([7])]
+        checked.score(seqs, drafts[step:] + drafts[:step])
+    for step in range(2):
+        for seq in seqs:
+            checked.commit(seq, EMPTY, [], step + 30)
+        checked.score(seqs, [EMPTY] * 4)
+
+
+def test_sequences_join_and_leave(checked: Checked) -> None:
+    seqs = [sequence(some_tokens(5 + 4 * n, n), name=str(n)) for n in range(3)]
+    for step in range(6):
+        drafts = [a_tree(step + row) for row in range(len(seqs))]
+        checked.score(seqs, drafts)
+        for seq, draft in zip(seqs, drafts, strict=True):
+            checked.commit(seq, draft, paths(draft.parents)[step % len(draft)], step + 9)
+        checked.target.forget(seqs.pop(step % len(seqs)))
+        assert [checked.target.cached_length(seq) for seq in seqs] == [len(seq) - 1 for seq in seqs]
+        seqs.insert(step % 2, sequence(some_tokens(3 + 5 * step, step), name=f"new {step}"))
+    checked.target.forget(sequence([1], name="unknown"))
+
+
+def test_rewinds(checked: Checked) -> None:
+    first, second = sequence(some_tokens(25), name="a"), sequence(some_tokens(12, 1), name="b")
+    checked.score([first, second], [a_tree(0), a_tree(1)])
+    checked.commit(second, EMPTY, [], 19)
+    for length, rest in ((24, [5]), (18, some_tokens(9, 2)), (6, [8, 9]), (0, [3]), (100, [4, 5])):
+        checked.target.rewind(first, length)
+        first.tokens[length:] = rest
+        checked.score([first, second], [Draft.chain(some_tokens(2, length)), EMPTY])
+        checked.target.keep(first, [])
+        checked.commit(second, EMPTY, [], length + 20)
+    checked.target.rewind(sequence([1], name="unknown"), 0)
+
+
+def test_hidden_states_are_the_last_layers(checked: Checked) -> None:
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (4, 19)]
+    checked.score(seqs, [Draft.chain(some_tokens(3)), a_tree(2)], hidden=True)
+
+
+def random_event(checked: Checked, seqs: list[Sequence], rng: random.Random, step: int) -> None:
+    if len(seqs) < 4 and rng.random() < 0.5:
+        seqs.append(sequence(some_tokens(rng.randint(1, 30), step), name=f"s{step}"))
+    chosen = rng.sample(seqs, rng.randint(1, len(seqs)))
+    drafts = [rng.choice([EMPTY, Draft.chain(some_tokens(4, step)), a_tree(step, 5)]) for _ in chosen]
+    checked.score(chosen, drafts, hidden=rng.random() < 0.3)
+    for seq, draft in zip(chosen, drafts, strict=True):
+        checked.commit(seq, draft, rng.choice([[], *paths(draft.parents)]), *some_tokens(rng.randint(1, 3), step))
+        if rng.random() < 0.2:
+            length = rng.randint(0, len(seq) - 1)
+            checked.target.rewind(seq, length)
+            seq.tokens[length:] = some_tokens(rng.randint(1, 4), step)
+    if rng.random() < 0.2:
+        gone = rng.choice(seqs)
+        checked.target.forget(gone)
+        seqs.remove(gone)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize("make", [served, reference], ids=["served", "untouched"])
+def test_any_course_of_events(family: str, make: Callable[[str], tf.PreTrainedModel]) -> None:
+    checked, rng = Checked(family, make(family)), random.Random(family)
+    seqs = [sequence(some_tokens(12), name="first")]
+    for step in range(10):
+        random_event(checked, seqs or [sequence([3], name=f"t{step}")], rng, step)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_wide_attention_that_is_rounded_up() -> None:
+    checked = Checked("gemma3")
+    checked.target._cache.rounding = 16
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (15, 33)]
+    for step in range(3):
+        checked.score(seqs, [a_tree(step), Draft.chain(some_tokens(3, step))])
+        for seq in seqs:
+            checked.commit(seq, EMPTY, [], step + 8)
+
+
+def test_a_change_of_rope_is_refused_or_exact() -> None:
+    """LongRoPE scales all positions anew past its original length: keys held from before are then of no use."""
+    try:
+        checked = Checked("phi3_long")
+        for length in (30, 33, 40):
+            seq = sequence(some_tokens(50)[:length])
+            checked.score([seq], [EMPTY])
+            checked.target.keep(seq, [])
+    except (PromptError, UnsupportedModelError):
+        pass
+
+
+def test_too_many_tokens_for_the_models_positions() -> None:
+    for family in ("llama", "gpt2"):
+        checked = Checked(family)
+        seq = sequence(some_tokens(125))
+        checked.score([seq], [Draft.chain([5, 6, 7])])
+        with pytest.raises(PromptError, match="125 tokens and 4 draft tokens exceed the model's 128 positions"):
+            checked.target.score([seq], [Draft.chain([5, 6, 7, 8])])
+        with pytest.raises(PromptError, match="129 tokens and 0 draft tokens"):
+            checked.target.score([sequence(some_tokens(129), name="long")], [EMPTY])
+
+
+def test_a_refused_batch_leaves_the_others_usable() -> None:
+    checked = Checked("llama")
+    first, second, third = (sequence(some_tokens(n, n), name=str(n)) for n in (5, 6, 200))
+    checked.score([first], [EMPTY])
+    with pytest.raises(PromptError):
+        checked.target.score([second, third], [EMPTY, EMPTY])
+    checked.target.forget(third)
+    checked.target.forget(first)
+    checked.score([second], [a_tree(1)])
+
+
+def test_smollm2_writes_what_a_plain_loop_writes(smollm2_path: Path) -> None:
+    loaded = loader.load_model(smollm2_path)
+    model = tf.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    seq = sequence(loaded.tokenizer.encode("The first ten prime numbers are 2, 3, 5,"))
+    for step in range(8):
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([seq.tokens]), use_cache=False).logits[0, -1]
+        draft = Draft([int(expected.argmax()), 100 + step, 200], [-1, -1, 0])
+        score = loaded.target.score([seq], [draft])[0]
+        assert_close(score.logits[0], expected)
+        loaded.target.keep(seq, [0])
+        seq.tokens += [draft.tokens[0], int(score.logits[1].argmax())]
+    text = loaded.tokenizer.decode(seq.tokens)
+    plain_ids = model.generate(torch.tensor([seq.tokens[:-16]]), max_new_tokens=16, do_sample=False)[0].tolist()
+    assert text == loaded.tokenizer.decode(plain_ids)
+
+
+# speed without difference
+
+
+def test_packed_linears_compute_the_same() -> None:
+    torch.manual_seed(0)
+    for bias in (True, False):
+        linear = nn.Linear(24, 40, bias=bias)
+        packed = PackedLinear(linear.weight, linear.bias)
+        assert (packed.in_features, packed.out_features) == (24, 40)
+        for rows in (1, 2, 3, 8, 9, 33):
+            x = torch.randn(2, rows, 24)
+            torch.testing.assert_close(packed(x), linear(x))
+
+
+def test_packing_replaces_every_linear_layer(family: str) -> None:
+    model = served(family)
+    assert not [module for module in model.modules() if type(module) is nn.Linear or type(module) is Conv1D]
+    count = sum(isinstance(module, PackedLinear) for module in model.modules())
+    assert count == sum(isinstance(module, nn.Linear | Conv1D) for module in reference(family).modules())
+    with torch.inference_mode():
+        found = model(input_ids=torch.tensor([some_tokens(7)]), use_cache=False).logits[0, -1]
+    assert_close(found, plain(family, tuple(some_tokens(7)))[0])
+
+
+def test_other_dtypes_are_not_packed() -> None:
+    model = build("llama").bfloat16()
+    assert hf.pack_linears(model)
+    assert not [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def test_no_operator_no_packing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = build("llama")
+    assert not hf.pack_linears(model)
+    assert "no oneDNN linear operator" in caplog.text
+    assert not [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+@pytest.mark.parametrize("rows", [64, 2])
+def test_all_attention_functions_agree(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "GROUPED_ROWS", rows)
+    grouped = build(family)
+    hf.use_grouped_attention(grouped)
+    assert grouped.config._attn_implementation == hf.GROUPED_ATTENTION
+    for model in (grouped, reference(family), build(family, "eager")):
+        checked = Checked(family, model)
+        seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (6, 21)]
+        checked.score(seqs, [a_tree(3), Draft.chain(some_tokens(2))])
+        for seq in seqs:
+            checked.commit(seq, EMPTY, [], 77)
+        checked.score(seqs, [EMPTY, a_tree(4)])
+
+
+def test_plain_forwards_stay_the_same_with_grouped_attention(family: str) -> None:
+    """Without a mask from us, Transformers makes one: sliding windows included."""
+    tokens = tuple(some_tokens(30))
+    with torch.inference_mode():
+        found = served(family)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    assert_close(found, plain(family, tokens)[0])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_grouped_attention_by_definition(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(kv_heads)
+    query = torch.randn(2, 6, 5, 8, generator=generator)
+    keys, values = (torch.randn(2, kv_heads, 11, 8, generator=generator) for _ in range(2))
+    hidden = torch.rand(2, 1, 5, 11, generator=generator) < 0.4
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    group = SimpleNamespace(num_key_value_groups=6 // kv_heads, is_causal=True)
+    found, _ = hf.grouped_attention(group, query, keys, values, mask, scaling=0.3)
+    every = torch.arange(6) // (6 // kv_heads)
+    weights = (query @ keys[:, every].mT * 0.3 + mask).softmax(-1)
+    torch.testing.assert_close(found, (weights @ values[:, every]).transpose(1, 2))
+
+
+def test_grouped_attention_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = hf.sdpa_attention_forward
+    monkeypatch.setattr(hf, "sdpa_attention_forward", lambda *a, **k: calls.append(a[1].shape[2]) or original(*a, **k))
+    seq = sequence(some_tokens(100))
+    HFTarget(served("llama")).score([seq], [EMPTY])
+    assert calls == [100] * 3  # long prompts pay for one copy, and gain from a causal kernel
+    calls.clear()
+    HFTarget(served("llama")).score([sequence(some_tokens(20))], [a_tree(1)])
+    assert calls == []
+
+
+# self-test
+
+
+@pytest.mark.parametrize("make", [served, reference], ids=["served", "untouched"])
+def test_the_self_test_passes(family: str, make: Callable[[str], tf.PreTrainedModel]) -> None:
+    target = HFTarget(make(family))
+    assert hf.self_test(target) < 1e-4
+    assert target.cached_length(sequence([1], name="self-test")) == 0
+
+
+def altered(family: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> HFTarget:
+    """A target whose model sees other arguments than it is given."""
+    model = build(family)
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **change(kwargs)))
+    return HFTarget(model)
+
+
+def no_positions(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "position_ids": None}
+
+
+def blind_to_masks(arguments: dict[str, Any]) -> dict[str, Any]:
+    mask = arguments.get("attention_mask")
+    return arguments if mask is None else {**arguments, "attention_mask": torch.zeros_like(mask)}
+
+
+@pytest.mark.parametrize("change", [no_positions, blind_to_masks])
+@pytest.mark.parametrize("broken", ["llama", "mistral", "gpt2", "phi"])
+def test_the_self_test_fails_on_a_broken_model(broken: str, change: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="failed the self-test: after a rollback its logits differ by"):
+        hf.self_test(altered(broken, change))
+
+
+@pytest.mark.parametrize("windowed", ["mistral", "gemma3", "phi3_window"])
+def test_the_self_test_fails_without_windows(windowed: str) -> None:
+    target = HFTarget(build(windowed))
+    target._windows = dict.fromkeys(target._windows)
+    with pytest.raises(UnsupportedModelError, match="failed the self-test"):
+        hf.self_test(target)
+
+
+def test_the_self_test_fails_where_a_rejected_token_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwrite(self: SlotCache, row: int, base: int, accepted: Seq[int]) -> None:
+        for store in self._stores():
+            store[row, :, base - 1] = store[row, :, base]
+        self.lengths[row] = base
+
+    monkeypatch.setattr(SlotCache, "keep", overwrite)
+    with pytest.raises(UnsupportedModelError, match="failed the self-test"):
+        hf.self_test(HFTarget(build("llama")))
+
+
+# which models
+
+
+def test_windows_of_layers() -> None:
+    assert hf.layer_windows(CONFIGS["llama"]()) == [None, None, None]
+    assert hf.layer_windows(CONFIGS["mistral"]()) == [8, 8, 8]
+    assert hf.layer_windows(CONFIGS["gemma3"]()) == [8, None, 8]
+    assert hf.layer_windows(CONFIGS["qwen2_windows"]()) == [None, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (tf.MambaConfig, "mamba has layers of type linear_attention .* rolled back"),
+        (tf.Qwen3NextConfig, "qwen3_next has layers of type linear_attention"),
+        (tf.FalconH1Config, "falcon_h1 has layers of type hybrid"),
+        (tf.Llama4TextConfig, "llama4_text has layers of type chunked_attention"),
+        (tf.T5Config, "t5 is an encoder-decoder; flashspec drives decoder-only models"),
+        (tf.BartConfig, "bart is an encoder-decoder"),
+    ],
+)
+def test_models_that_cannot_be_rolled_back(config: Callable[[], tf.PreTrainedConfig], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        hf.layer_windows(config())
+
+
+def stub(**generation: Any) -> Any:
+    config = CONFIGS["llama"]()
+    config.eos_token_id = generation.pop("own_eos", None)
+    return SimpleNamespace(config=config, generation_config=SimpleNamespace(**generation))
+
+
+def test_what_only_the_loaded_model_shows() -> None:
+    hf.check_runnable(stub(cache_implementation=None))
+    hf.check_runnable(stub())
+    with pytest.raises(UnsupportedModelError, match=r"quantized cache, .* remove cache_implementation"):
+        hf.check_runnable(stub(cache_implementation="quantized"))
+    recurrent = stub()
+    recurrent._is_stateful = True
+    with pytest.raises(UnsupportedModelError, match="llama keeps a recurrent state"):
+        hf.check_runnable(recurrent)
+
+
+def test_eos_tokens_of_all_places() -> None:
+    assert hf.eos_tokens(stub(eos_token_id=[5, 6], own_eos=7)) == {5, 6, 7}
+    assert hf.eos_tokens(stub(eos_token_id=5, own_eos=[5, 9])) == {5, 9}
+    assert hf.eos_tokens(stub(eos_token_id=None, own_eos=None)) == frozenset()
+    assert hf.eos_tokens(stub(own_eos=0)) == {0}
+
+
+# names become models
+
+
+def named(name: str, **vocabulary: int) -> loader.Loaded:
+    return loader.Loaded(name, None, SimpleNamespace(get_vocab=lambda: vocabulary))
+
+
+def test_vocabularies_must_mean_the_same() -> None:
+    loader.check_vocabularies(named("big", a=0, b=1), named("small", b=1, a=0))
+    with pytest.raises(VocabularyError, match=r"small has another vocabulary than big: 2 and 2 .* id 0"):
+        loader.check_vocabularies(named("big", a=0, b=1), named("small", a=1, b=0))
+    with pytest.raises(VocabularyError, match=r"2 and 3 tokens, .* id 2 \('c'\); use a draft"):
+        loader.check_vocabularies(named("big", a=0, b=1), named("small", a=0, b=1, c=2))
+
+
+class Converter:
+    """Stands in for ``loader._convert``, and writes down what it was asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.lines: list[str] = []
+        self.before: Callable[[Path], None] = lambda folder: None
+
+    def __call__(self, gguf: Path, folder: Path) -> None:
+        self.names.append(gguf.name)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_bytes(gguf.read_bytes())
+        self.before(folder)
+
+    def converted(self, gguf: Path, content: bytes | None = None) -> bytes:
+        if content is not None:
+            gguf.write_bytes(content)
+        return (loader.converted(gguf, self.lines.append) / "config.json").read_bytes()
+
+
+@pytest.fixture
+def converter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Converter]:
+    fake = Converter()
+    monkeypatch.setenv("FLASHSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loader, "_convert", fake)
+    yield fake
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_a_file_is_converted_once_per_content(converter: Converter, tmp_path: Path) -> None:
+    assert converter.converted(tmp_path / "a.gguf", b"one") == b"one"
+    assert converter.converted(tmp_path / "a.gguf") == b"one"
+    assert converter.converted(tmp_path / "b.gguf", b"one") == b"one"
+    assert converter.converted(tmp_path / "c.gguf", b"two") == b"two"
+    assert converter.names == ["a.gguf", "c.gguf"]
+    assert [line for line in converter.lines if "reading" in line] == [f"reading {name}.gguf" for name in "abc"]
+    (tmp_path / "a.gguf").write_bytes(b"six")
+    os.utime(tmp_path / "a.gguf", ns=(1, 1))  # another time: no file is read again without a reason
+    assert converter.converted(tmp_path / "a.gguf") == b"six"
+    assert converter.names == ["a.gguf", "c.gguf", "a.gguf"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b'"text"', b"3", None])
+def test_a_corrupt_index_of_digests(converter: Converter, tmp_path: Path, content: bytes | None) -> None:
+    converter.converted(tmp_path / "a.gguf", b"one")
+    index = tmp_path / "cache" / "digests.json"
+    known = json.loads(index.read_text())
+    index.write_bytes(json.dumps(dict.fromkeys(known)).encode() if content is None else content)
+    assert converter.converted(tmp_path / "a.gguf") == b"one"
+    assert converter.names == ["a.gguf"]
+    assert json.loads(index.read_text()) == known
+
+
+def test_a_conversion_that_fails_can_be_repeated(converter: Converter, tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise ModelError("cannot read it")
+
+    converter.before = fail
+    with pytest.raises(ModelError, match="cannot read it"):
+        converter.converted(tmp_path / "a.gguf", b"one")
+    converter.before = lambda folder: None
+    assert converter.converted(tmp_path / "a.gguf") == b"one"
+
+
+def test_another_process_may_be_first(converter: Converter, tmp_path: Path) -> None:
+    def finish_elsewhere(folder: Path) -> None:
+        shutil.copytree(folder, folder.with_name(folder.name.split(".")[0]))
+
+    converter.before = finish_elsewhere
+    assert converter.converted(tmp_path / "a.gguf", b"one") == b"one"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    """The folder of a tiny model that loads."""
+    folder = tmp_path_factory.mktemp("models") / "good"
+    build("llama").save_pretrained(folder)
+    for file in smollm2_path.glob("token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "copy"))
+
+
+def test_a_good_folder_loads(good: Path) -> None:
+    lines: list[str] = []
+    loaded = loader.load_model(good, self_test=True, progress=lines.append)
+    assert loaded.name == str(good)
+    assert [line.split(" ")[0] for line in lines] == ["loading", "packing", "self-test"]
+    score = loaded.target.score([sequence(some_tokens(9))], [EMPTY])[0]
+    assert_close(score.logits[0], plain("llama", tuple(some_tokens(9)))[0])
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def drop_a_tensor(file: Path) -> None:
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.safetensors", lambda file: file.write_bytes(b"garbage" * 100), "header too large"),
+        ("model.safetensors", cut, "file not fully covered"),
+        ("model.safetensors", Path.unlink, "no file named model.safetensors"),
+        ("model.safetensors", drop_a_tensor, "model.layers.1.mlp.down_proj.weight"),
+        ("config.json", lambda file: file.write_text("{"), "not a valid JSON file"),
+        ("config.json", lambda file: file.write_text('{"model_type": "nosuch"}'), "nosuch"),
+        ("tokenizer.json", Path.unlink, "tokenizer"),
+    ],
+    ids=["garbage", "cut", "no weights", "a tensor less", "half a config", "unknown type", "no tokenizer"],
+)
+def test_damaged_folders(copy: Path, name: str, damage: Callable[[Path], object], message: str) -> None:
+    damage(copy / name)
+    with pytest.raises(ModelError, match=f"cannot load .*{copy.name}.*: .*{message}"):
+        loader.load_model(copy)
+
+
+def test_an_unsupported_folder_is_refused_before_its_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    tf.MambaConfig().save_pretrained(copy)
+    with pytest.raises(UnsupportedModelError, match="mamba has layers of type"):
+        loader.load_model(copy)
+
+
+@pytest.mark.usefixtures("converter")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("nothing", None, "there is no model '.*nothing' here"),
+        ("nothing.gguf", None, "there is no file .*nothing.gguf"),
+        ("weights.bin", b"x", "weights.bin is a file; give a folder with a Transformers model, or a .gguf file"),
+    ],
+)
+def test_paths_without_a_model(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        loader.load_model(tmp_path / name)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the folder .* has no config.json"):
+        loader.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"garbage" * 100])
+def test_a_garbage_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setenv("FLASHSPEC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"cannot read .*bad.gguf: .*; is it a whole GGUF file"):
+        loader.load_model(tmp_path / "bad.gguf")
+    assert not list((tmp_path / "cache" / "models").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float64"}, "dtype is 'float64'; it must be one of float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "gpu"}, "device is 'gpu'; it must be cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "device is 'meta'; it must be"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', and this machine has"),
+    ],
+)
+def test_wrong_device_and_dtype_names(good: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        loader.load_model(good, **options)
