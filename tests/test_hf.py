@@ -222,6 +222,14 @@ def test_rewinds(checked: Checked) -> None:
     checked.target.rewind(sequence([1], name="unknown"), 0)
 
 
+def test_the_same_context_may_be_scored_again(checked: Checked) -> None:
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (1, 13)]
+    for drafts in ([EMPTY, EMPTY], [a_tree(1), Draft.chain(some_tokens(3))], [EMPTY, a_tree(2)]):
+        checked.score(seqs, drafts, hidden=True)
+        for seq in seqs:
+            checked.target.keep(seq, [])
+
+
 def test_hidden_states_are_the_last_layers(checked: Checked) -> None:
     seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (4, 19)]
     checked.score(seqs, [Draft.chain(some_tokens(3)), a_tree(2)], hidden=True)
@@ -346,8 +354,16 @@ def test_other_dtypes_are_not_packed() -> None:
     assert not [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-def test_no_operator_no_packing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+@pytest.fixture
+def _no_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    hf._can_pack.cache_clear()
+    yield
+    hf._can_pack.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_onednn")
+def test_no_operator_no_packing(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     assert not hf.pack_linears(model)
     assert "no oneDNN linear operator" in caplog.text
