@@ -73,10 +73,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Free a row; the last row moves into its place. Returns the row that moved, if one did."""
         last = len(self.lengths) - 1
         if row != last:
-            length = self.lengths[last]
-            for store in self._stores():
+            length = self.lengths[row] = self.lengths[last]
+            for store in self._stores() if length else ():  # a row that was never fed may lie beyond the storage
                 store[row, :, :length] = store[last, :, :length]
-            self.lengths[row] = length
         self.lengths.pop()
         return last if row != last else None
 
@@ -100,7 +99,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """
         m = max(len(feed) for feed in feeds)
         used = max(self.lengths[feed.row] + len(feed) for feed in feeds)
-        self._width = -(-used // self.rounding) * self.rounding
+        self._width = max(used, min(-(-used // self.rounding) * self.rounding, self.max_length))
         self._reserve(len(self.lengths), self._width)
         ids, positions, slots = [], [], []
         for feed in feeds:
@@ -168,7 +167,8 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _grown(self, store: Tensor, rows: int, capacity: int) -> Tensor:
         grown = self._allocate(store, rows, capacity)
-        grown[: store.shape[0], :, : self.capacity] = store[:, :, : self.capacity]
+        kept = self._allocated_rows
+        grown[:kept, :, : self.capacity] = store[:kept, :, : self.capacity]
         return grown
 
     def _allocate(self, like: Tensor, rows: int, capacity: int) -> Tensor:

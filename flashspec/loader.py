@@ -102,15 +102,14 @@ def load(
         load_model,
         device=device,
         dtype=dtype,
-        pack=pack,
         trust_remote_code=trust_remote_code,
         self_test=self_test,
         progress=progress,
     )
-    loaded = make(model)
+    loaded = make(model, pack=pack)
     small = None
     if kind is not None and kind.needs_draft:
-        small = make(draft)
+        small = make(draft, pack=False)  # it scores one token at a time, which plain layers do sooner
     elif draft is not None:
         logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
@@ -159,9 +158,10 @@ def load_model(
     say = progress or (lambda line: None)
     name = EMBEDDED_NAME if model is None else str(model)
     place = _device(device)
+    precision = _dtype(dtype, place)
     source = _source(model, say)
     say(f"loading {name}")
-    network, tokenizer = _pretrained(name, source, place, _dtype(dtype, place), trust_remote_code)
+    network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
     from flashspec.backends import hf  # Transformers takes seconds to import; errors above should not wait for it
 
     hf.check_runnable(network)
@@ -190,8 +190,9 @@ def load_plain(
     say = progress or (lambda line: None)
     name = EMBEDDED_NAME if model is None else str(model)
     place = _device(device)
+    precision = _dtype(dtype, place)
     say(f"loading {name} for Transformers' own generate")
-    return _pretrained(name, _source(model, say), place, _dtype(dtype, place), trust_remote_code)[0]
+    return _pretrained(name, _source(model, say), place, precision, trust_remote_code)[0]
 
 
 def check_vocabularies(target: Loaded, draft: Loaded) -> None:
@@ -301,7 +302,7 @@ def _digest(gguf: Path, say: Progress) -> str:
     known: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(index.read_text())
-    if not isinstance(known, dict) or key not in known:
+    if not isinstance(known, dict) or not isinstance(known.get(key), str):
         say(f"reading {gguf.name}")
         with gguf.open("rb") as file:
             known = {**(known if isinstance(known, dict) else {}), key: hashlib.file_digest(file, "sha256").hexdigest()}
@@ -324,6 +325,8 @@ def _device(device: str | None) -> torch.device:
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(name)
+        if place.type == "meta":
+            raise RuntimeError("a device without data")
     except RuntimeError as error:
         raise OptionError(f"device is {name!r}; it must be cpu, cuda or cuda:N") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
@@ -369,7 +372,13 @@ def _pretrained(
         layer_windows(config)  # refuse before reading gigabytes
         _check_memory(name, Path(source), dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        network, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        if report["missing_keys"]:
+            raise ModelError(
+                f"cannot load {name!r}: its weights lack {sorted(report['missing_keys'])[0]}; copy it anew"
+            )
         return network.eval().to(device), tokenizer
 
 

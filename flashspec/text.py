@@ -98,7 +98,10 @@ class TextStream:
         return str(text)
 
     def _advance(self, text: str) -> str:
-        new = text[len(self._start_text) :]
+        if text.startswith(self._start_text):
+            new = text[len(self._start_text) :]
+        else:  # byte-fallback decoders spoil a whole run of bytes for one that is incomplete
+            new = self._decode(self._tokens[self._read :])
         if new:  # a window of special tokens alone would lose the next token's leading space
             self._start = self._read
         self._read = len(self._tokens)

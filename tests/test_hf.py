@@ -74,7 +74,7 @@ reference = functools.cache(build)
 def served(family: str) -> tf.PreTrainedModel:
     """As ``load_model`` prepares it on a CPU."""
     model = build(family)
-    hf.pack_linears(model)
+    hf.pack_linears(model, at_least=0)
     hf.use_grouped_attention(model)
     return model
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Score, Sequence
@@ -29,6 +30,8 @@ logger = logging.getLogger("flashspec")
 GROUPED_ATTENTION = "grouped_sdpa"  # a name with "flash" in it makes Transformers look for a FlashAttention build
 PREFILL_CHUNK = 512  # tokens of a prompt in one forward
 LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
+PACK_BYTES = 4 << 20  # smaller layers are sooner done plain for one row, and no later for eight (docs/log.md)
+PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other number still runs
 GROUPED_ROWS = 64  # up to so many queries, grouped-query attention packs a group's heads into query rows
 
 
@@ -50,7 +53,7 @@ class HFTarget:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size: int = config.vocab_size
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**20
+        self.max_length: int = _positions(config)
         self.eos_tokens = eos_tokens(model)
         self.forward_seconds = 0.0
         self._windows = dict(zip(_layer_types(config, windows), windows, strict=True))
@@ -181,6 +184,15 @@ class HFTarget:
 # which models
 
 
+def _positions(config: PreTrainedConfig) -> int:
+    """Positions up to which a key depends on nothing but its token's position."""
+    limit = getattr(config, "max_position_embeddings", None) or 2**20
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    return int(limit)
+
+
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """Each layer's sliding window in tokens, None for full attention.
 
@@ -198,6 +210,10 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
         ) from error
     windows: list[int | None] = []
     for layer in layers:
+        if _kind(config, len(windows)) == "chunked_attention":
+            raise UnsupportedModelError(
+                f"{name} has layers of type chunked_attention, whose mask flashspec does not know"
+            )
         if type(layer) is DynamicLayer:
             windows.append(None)
         elif type(layer) is DynamicSlidingWindowLayer:
@@ -265,16 +281,18 @@ class PackedLinear(nn.Module):
         return y
 
 
-PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other number still runs
+def pack_linears(model: nn.Module, *, at_least: int = PACK_BYTES) -> bool:
+    """Replace the model's float32 linear layers on a CPU by packed ones; False where the operator is missing.
 
-
-def pack_linears(model: nn.Module) -> bool:
-    """Replace the model's float32 linear layers on a CPU by packed ones; False where the operator is missing."""
+    Args:
+        at_least: bytes of weight from which a layer is packed.
+    """
     if not _can_pack():
         return False
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (weight := _linear_weight(child)) is not None:
+            weight = _linear_weight(child)
+            if weight is not None and weight.nbytes >= at_least:
                 setattr(parent, name, PackedLinear(weight, getattr(child, "bias", None)))
     return True
 
@@ -324,6 +342,7 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
     """Switch a model that would use SDPA to ``grouped_attention``."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+        AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
         model.set_attn_implementation(GROUPED_ATTENTION)
 
 
@@ -332,39 +351,54 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test(target: HFTarget) -> float:
-    """Prefill, score garbage drafts, roll back, go on; compare with plain forwards over the same tokens.
+    """Prefill, score garbage drafts, roll back, go on, in a ragged batch; compare with plain forwards.
 
     Returns:
         the largest difference in logits, in units of their standard deviation.
 
     Raises:
-        UnsupportedModelError: the difference is larger than rounding explains.
+        UnsupportedModelError: the difference is larger than rounding explains, or the model cannot be run this way.
     """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(target.vocab_size, (48,), generator=generator).tolist()
-    garbage = torch.randint(target.vocab_size, (8,), generator=generator).tolist()
-    tree = Draft(garbage[:6], [-1, -1, 0, 0, 1, 3])
-    seq = Sequence("self-test", tokens[:40], 40)
-    worst = 0.0
+    family = target.model.config.model_type
     try:
-        target.score([seq], [Draft.chain(garbage)])
-        target.keep(seq, [])
-        seq.tokens.append(tokens[40])
-        for draft in (Draft.chain(tokens[41:45]), tree):
-            score = target.score([seq], [draft])[0]
-            target.keep(seq, [])
-            for row, path in enumerate([[], *paths(draft.parents)]):
-                context = seq.tokens + [draft.tokens[node] for node in path]
-                worst = max(worst, _difference(score.logits[row], target.plain_logits(context)))
-    finally:
-        target.forget(seq)
+        worst = _rolled_back_difference(target)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{family} failed the self-test: it does not take ragged rows, positions and an additive mask ({error})"
+        ) from error
     limit = 1e-3 if target.model.dtype is torch.float32 else 0.15
     if not worst < limit:
         raise UnsupportedModelError(
-            f"{target.model.config.model_type} failed the self-test: after a rollback its logits differ by {worst:.3g} "
-            f"standard deviations from a plain forward (limit {limit}); its cache or positions work in a way "
-            "flashspec does not know"
+            f"{family} failed the self-test: after a rollback its logits differ by {worst:.3g} standard deviations "
+            f"from a plain forward (limit {limit}); its cache or positions work in a way flashspec does not know"
         )
+    return worst
+
+
+def _rolled_back_difference(target: HFTarget) -> float:
+    generator = torch.Generator().manual_seed(0)
+    size = min(40, target.max_length - 10)
+    garbage = torch.randint(target.vocab_size, (6,), generator=generator).tolist()
+    tree, chain = Draft(garbage, [-1, -1, 0, 0, 1, 3]), Draft.chain(garbage[:4])
+    seqs = []
+    for number, length in enumerate((size, size // 3)):
+        tokens = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
+        seqs.append(Sequence(f"self-test {number}", tokens, length))
+    worst = 0.0
+    try:
+        target.score(seqs, [chain, tree])
+        for seq in seqs:
+            target.keep(seq, [])
+            seq.tokens.append(garbage[-1])
+        for drafts in ([chain, tree], [tree, EMPTY]):
+            for seq, draft, score in zip(seqs, drafts, target.score(seqs, drafts), strict=True):
+                target.keep(seq, [])
+                for row, path in enumerate([[], *paths(draft.parents)]):
+                    context = seq.tokens + [draft.tokens[node] for node in path]
+                    worst = max(worst, _difference(score.logits[row], target.plain_logits(context)))
+    finally:
+        for seq in seqs:
+            target.forget(seq)
     return worst
 
 

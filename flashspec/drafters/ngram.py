@@ -52,8 +52,8 @@ class NGramDrafter(Drafter):
     name = "ngram"
 
     def __init__(self, *, min_n: int = 2, max_n: int = 6) -> None:
-        if not 1 <= min_n <= max_n <= 64:
-            raise OptionError(f"min_n is {min_n} and max_n is {max_n}; they must satisfy 1 <= min_n <= max_n <= 64")
+        if type(min_n) is not int or type(max_n) is not int or not 1 <= min_n <= max_n <= 64:
+            raise OptionError(f"min_n is {min_n!r}, max_n is {max_n!r}; whole numbers with 1 <= min_n <= max_n <= 64")
         self.min_n, self.max_n = min_n, max_n
         self._indices: dict[str, NGramIndex] = {}
 
