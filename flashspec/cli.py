@@ -11,7 +11,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ from rich.markup import escape
 from rich.text import Text
 
 import flashspec
-from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
+from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings, Verification
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 
 if TYPE_CHECKING:
@@ -39,23 +38,12 @@ COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 DEFAULTS = SamplingParams()
 
 
-class DrafterName(StrEnum):
-    none = "none"
-    ngram = "ngram"
-    model = "model"
-
-
-class Rule(StrEnum):
-    auto = "auto"
-    rejection = "rejection"
-    block = "block"
-    coupled = "coupled"
-
-
 # One option, one line: the commands share these.
 Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
 DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model of the same vocabulary.")]
-DrafterOption = Annotated[DrafterName | None, typer.Option(help="Default: model where --draft is given, else ngram.")]
+DrafterName = Annotated[
+    str | None, typer.Option("--drafter", help="none, ngram or model. Default: model with --draft, else ngram.")
+]
 DraftLength = Annotated[int | None, typer.Option("--num-speculative-tokens", help="The longest draft.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option()]
@@ -68,7 +56,7 @@ Seed = Annotated[int | None, typer.Option(help="The same text again, whatever th
 MaxTokens = Annotated[int, typer.Option()]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
-Verification = Annotated[Rule, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
+Rule = Annotated[Verification, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Lay linear layers out for oneDNN (CPU, float32).")]
@@ -86,7 +74,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
     model: Model = None,
     draft: DraftModel = None,
-    drafter: DrafterOption = None,
+    drafter: DrafterName = None,
     num_speculative_tokens: DraftLength = None,
     temperature: Temperature = DEFAULTS.temperature,
     top_p: TopP = DEFAULTS.top_p,
@@ -99,7 +87,7 @@ def generate(
     max_tokens: MaxTokens = DEFAULTS.max_tokens,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    verification: Verification = Rule.auto,
+    verification: Rule = DEFAULTS.verification,
     logprobs: Annotated[int | None, typer.Option(help="With --json: of each token and of so many others.")] = None,
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
@@ -118,7 +106,7 @@ def generate(
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed, max_tokens=max_tokens,
-        stop=tuple(stop or ()), ignore_eos=ignore_eos, verification=verification.value, logprobs=logprobs,
+        stop=tuple(stop or ()), ignore_eos=ignore_eos, verification=verification, logprobs=logprobs,
     )  # fmt: skip
     text = _prompt(prompt, file)
     engine = _load(
@@ -140,7 +128,7 @@ def generate(
 def chat(
     model: Model = None,
     draft: DraftModel = None,
-    drafter: DrafterOption = None,
+    drafter: DrafterName = None,
     num_speculative_tokens: DraftLength = None,
     temperature: Temperature = DEFAULTS.temperature,
     top_p: TopP = DEFAULTS.top_p,
@@ -316,7 +304,7 @@ def stats_text(stats: SpecStats, timings: Timings) -> str:
     )
 
 
-def _load(model: str | None, *, drafter: DrafterName | None, **options: Any) -> LocalEngine:
+def _load(model: str | None, **options: Any) -> LocalEngine:
     with screen.status("starting") as status:  # torch and Transformers take seconds to import
         from flashspec.loader import load
 
@@ -325,7 +313,7 @@ def _load(model: str | None, *, drafter: DrafterName | None, **options: Any) -> 
             if not screen.is_terminal:
                 screen.print(escape(line), style="dim")
 
-        return load(model, drafter=drafter.value if drafter else None, progress=say, **options)
+        return load(model, progress=say, **options)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -360,7 +348,8 @@ def _conversation(engine: LocalEngine, text: str, system: str | None) -> Prompt:
 
 def _lines() -> Iterator[str]:
     """What the user types, until /exit or the end of input."""
-    import readline  # noqa: F401  (line editing and history for input)
+    with contextlib.suppress(ImportError):  # line editing and history for input, where the system has it
+        import readline  # noqa: F401
 
     while True:
         try:

@@ -233,7 +233,7 @@ def cache_folder() -> Path:
 
 def _source(model: str | os.PathLike[str] | None, say: Progress) -> str:
     """A folder or hub name that ``from_pretrained`` takes."""
-    path = default_model() if model is None else Path(model)
+    path = default_model() if model is None else Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"there is no file {path}; give the path of an existing .gguf file")
