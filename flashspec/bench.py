@@ -155,13 +155,13 @@ def _task(path: Path, rows: list[dict[str, Any]], loaded: Loaded) -> Task:
 def _methods(options: BenchOptions, names: list[str], say: Callable[[str], None]) -> tuple[Loaded, list[Method]]:
     device, dtype, trust = options.device, options.dtype, options.trust_remote_code
     stock = partial(load_plain, device=device, dtype=dtype, trust_remote_code=trust, progress=say)
-    ready = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust, progress=say)
+    ready = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust, progress=say, pack=options.pack)
     needs_draft = any(DRAFTERS[name].needs_draft for name in names)
     methods: list[Method] = []
     if options.hf:  # before packing takes the memory that a second copy needs while it is made
         methods = hf_methods(stock(options.model), stock(options.draft) if needs_draft else None)
-    loaded = ready(options.model, pack=options.pack)
-    small = ready(options.draft, pack=False) if needs_draft else None
+    loaded = ready(options.model)
+    small = ready(options.draft, is_draft=True) if needs_draft else None
     ours = []
     for name in names:
         count = DRAFTERS[name].num_speculative_tokens

@@ -59,7 +59,7 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the e
 Rule = Annotated[Verification, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Lay linear layers out for oneDNN (CPU, float32).")]
+Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Faster linear layers (CPU, float32).")]
 SelfTest = Annotated[bool, typer.Option("--self-test", help="Compare rolled-back logits with plain ones first.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
 Stats = Annotated[bool, typer.Option("--stats", help="End with acceptance, speed and where the time went.")]

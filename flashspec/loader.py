@@ -88,7 +88,7 @@ def load(
         num_speculative_tokens: the longest draft; None for the drafter's usual one.
         device: ``"cpu"``, ``"cuda"``, ...; None for CUDA where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for float32 on a CPU, else the model's own.
-        pack: lay linear layers out once for oneDNN (CPU, float32).
+        pack: replace linear layers by ones that cost less for a few tokens (CPU, float32; the same numbers).
         max_batch: sequences that run at once.
         self_test: compare rolled-back logits with plain forwards before the first request.
         trust_remote_code: run model code that comes with the weights.
@@ -109,7 +109,7 @@ def load(
     loaded = make(model, pack=pack)
     small = None
     if kind is not None and kind.needs_draft:
-        small = make(draft, pack=False)  # it scores one token at a time, which plain layers do sooner
+        small = make(draft, pack=pack, is_draft=True)
     elif draft is not None:
         logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
@@ -152,6 +152,7 @@ def load_model(
     pack: bool = True,
     trust_remote_code: bool = False,
     self_test: bool = False,
+    is_draft: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """A model with its tokenizer. See ``load``."""
@@ -162,12 +163,15 @@ def load_model(
     source = _source(model, say)
     say(f"loading {name}")
     network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
-    from flashspec.backends import hf  # Transformers takes seconds to import; errors above should not wait for it
+    from flashspec.backends import half, hf  # Transformers takes seconds to import; errors above should not wait for it
 
     hf.check_runnable(network)
     if place.type == "cpu" and pack and network.dtype is torch.float32:
-        say(f"packing {name}'s linear layers for oneDNN")
-        hf.pack_linears(network)
+        say(f"packing {name}'s linear layers")
+        # a draft model scores a token at a time, which oneDNN's layout does not help
+        limits = {"at_least": sys.maxsize} if is_draft else {}
+        counts = hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
+        logger.info("%s: linear layers in %s", name, counts)
     hf.use_grouped_attention(network)
     target = hf.HFTarget(network)
     family = network.config.model_type

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from flashspec.backends.half import HalfLinear, Kernel, halved
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Score, Sequence
 from flashspec.errors import MemoryLimitError, PromptError, UnsupportedModelError
@@ -31,7 +32,7 @@ GROUPED_ATTENTION = "grouped_sdpa"  # a name with "flash" in it makes Transforme
 PREFILL_CHUNK = 512  # tokens of a prompt in one forward
 LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
 PACK_BYTES = 4 << 20  # smaller layers are sooner done plain for one row, and no later for eight (docs/log.md)
-PACK_ROWS = 8  # the number of rows oneDNN lays the weight out for; any other number still runs
+PACK_ROWS = 16  # the number of rows oneDNN lays the weight out for; any other number still runs
 GROUPED_ROWS = 64  # up to so many queries, grouped-query attention packs a group's heads into query rows
 
 
@@ -281,20 +282,30 @@ class PackedLinear(nn.Module):
         return y
 
 
-def pack_linears(model: nn.Module, *, at_least: int = PACK_BYTES) -> bool:
-    """Replace the model's float32 linear layers on a CPU by packed ones; False where the operator is missing.
+def pack_linears(model: nn.Module, *, kernel: Kernel | None = None, at_least: int = PACK_BYTES) -> dict[str, int]:
+    """Replace the model's float32 linear layers on a CPU by ones that cost less for a few rows.
 
     Args:
-        at_least: bytes of weight from which a layer is packed.
+        kernel: for weights that bfloat16 holds exactly; None if there is none.
+        at_least: bytes of weight from which any other layer is packed for oneDNN.
+
+    Returns:
+        how many layers of each kind there are now.
     """
-    if not _can_pack():
-        return False
+    counts = {"bfloat16": 0, "oneDNN": 0}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _linear_weight(child)
-            if weight is not None and weight.nbytes >= at_least:
-                setattr(parent, name, PackedLinear(weight, getattr(child, "bias", None)))
-    return True
+            if weight is None:
+                continue
+            bias = getattr(child, "bias", None)
+            if kernel is not None and (half := halved(weight)) is not None:
+                setattr(parent, name, HalfLinear(half, bias, kernel))
+                counts["bfloat16"] += 1
+            elif weight.nbytes >= at_least and _can_pack():
+                setattr(parent, name, PackedLinear(weight, bias))
+                counts["oneDNN"] += 1
+    return counts
 
 
 @cache  # so that it is said once

@@ -1,0 +1,125 @@
+"""float32 linear layers whose weights are stored in bfloat16, where that loses nothing.
+
+Most checkpoints are bfloat16. Computing with them in float32 on a CPU, one reads zeros half of the time; this reads the
+halves that count. The kernel (half_linear.c) is compiled once with the system's C compiler; without one, layers stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger("flashspec")
+
+SOURCE = Path(__file__).with_name("half_linear.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
+MOST_ROWS = 32  # more rows of input are bound by arithmetic, for which MKL is better
+WIDENED_BYTES = 64 << 20  # of weights widened at a time for MKL
+
+Kernel = Callable[..., None]
+
+
+class HalfLinear(nn.Module):
+    """y = x W^T + b in float32, W [out, in] in bfloat16."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight, persistent=False)
+        self.bias = bias
+        self.kernel = kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        if rows > MOST_ROWS:
+            return self._widened(x, y)
+        x = x.contiguous()
+        scratch = torch.empty_like(x)
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        self.kernel(
+            x.data_ptr(), scratch.data_ptr(), self.weight.data_ptr(), bias, y.data_ptr(),
+            rows, self.in_features, self.out_features,
+        )  # fmt: skip
+        return y
+
+    def _widened(self, x: Tensor, y: Tensor) -> Tensor:
+        size = max(WIDENED_BYTES // (4 * self.in_features), 1)
+        for start in range(0, self.out_features, size):
+            part = slice(start, start + size)
+            bias = None if self.bias is None else self.bias[part]
+            y[..., part] = nn.functional.linear(x, self.weight[part].float(), bias)
+        return y
+
+
+def halved(weight: Tensor) -> Tensor | None:
+    """The float32 weight in bfloat16, or None if that would change it."""
+    half = weight.detach().to(torch.bfloat16).contiguous()
+    return half if torch.equal(half.float(), weight) else None
+
+
+def compiled(folder: Path) -> Kernel | None:
+    """The kernel, from ``folder`` if it was compiled for this machine before; None where it cannot be had."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        logger.info("no C compiler here: bfloat16 weights are widened to float32, which takes twice the memory")
+        return None
+    try:
+        library = folder / f"half_linear-{_fingerprint(compiler)}.so"
+        if not library.is_file():
+            _compile(compiler, library)
+        kernel = ctypes.CDLL(str(library)).half_linear
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("the bfloat16 kernel is not available (%s): weights are widened to float32", error)
+        return None
+    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
+    kernel.restype = None
+    return kernel if _is_right(kernel) else None
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled_object, linked = f"{folder}/half_linear.o", f"{folder}/half_linear.so"
+        run = {"check": True, "capture_output": True, "timeout": 120}
+        subprocess.run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", compiled_object], **run)
+        # linked without -fopenmp: a second OpenMP runtime beside torch's would fight it for the cores
+        subprocess.run([compiler, "-shared", compiled_object, "-o", linked], **run)
+        os.replace(linked, library)
+
+
+def _fingerprint(compiler: str) -> str:
+    """What the compiled code depends on: source, flags, compiler, processor."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    except OSError:
+        processor = platform.processor()
+    text = f"{SOURCE.read_text(encoding='utf-8')}{FLAGS}{version!r}{processor}{platform.machine()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_right(kernel: Kernel) -> bool:
+    """One small product against torch's, so that a miscompiled kernel is never used."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 39, generator=generator).to(torch.bfloat16)
+    x = torch.randn(5, 39, generator=generator)
+    bias = torch.randn(7, generator=generator)
+    found = HalfLinear(weight, bias, kernel)(x)
+    if torch.allclose(found, nn.functional.linear(x, weight.float(), bias), atol=1e-4):
+        return True
+    logger.warning("the compiled bfloat16 kernel computes wrong numbers on this machine and is not used")
+    return False
