@@ -29,11 +29,14 @@ from flashspec.core import SamplingParams, SpecStats
 from flashspec.engine import LocalEngine
 from flashspec.errors import PromptError
 from flashspec.loader import DRAFTERS, Loaded, choose_drafter, load_model, load_plain
+from flashspec.scheduler import check_draft_length
 from flashspec.text import encode
 
 PLAIN = "none"
+HF_PLAIN = "hf_generate"
 TABLE_WIDTH = 132
-TIE = 1e-4  # two logits closer than this, relative to the largest, are a tie in float32
+# two logits closer than this, in standard deviations of all logits, are a tie in that precision
+TIES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +96,14 @@ def run_bench(options: BenchOptions, screen: Console) -> list[dict[str, Any]]:
     names = list(dict.fromkeys([PLAIN, *options.drafters]))
     for name in names:
         choose_drafter(name, has_draft=options.draft is not None)
+    _sampling(options, 0)
+    check_draft_length(options.num_speculative_tokens or 0)
     texts = {path: read_prompts(path, options.limit) for path in options.prompts}
     with screen.status("loading") as status:
         loaded, methods = _methods(options, names, lambda line: status.update(escape(line)))
-    tasks = [_task(path, rows, loaded) for path, rows in texts.items()]
+    tasks = [_task(path, rows, loaded, options) for path, rows in texts.items()]
     runs = _measure(tasks, methods, options, screen)
-    rows = [
-        _row(task, method, runs, options, gap=lambda context: _gap(loaded, context))
-        for task in tasks
-        for method in methods
-    ]
+    rows = [_row(task, method, runs, options, loaded) for task in tasks for method in methods]
     paper = Console(highlight=False)
     paper.width = max(paper.width, TABLE_WIDTH)  # a cut table is worth less than a wrapped one
     paper.print(_table(rows, options))
@@ -123,14 +124,15 @@ def read_prompts(path: Path, limit: int) -> list[dict[str, Any]]:
         PromptError: with file, line and what is missing.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # not splitlines: JSON texts may hold other line separators
+        lines = list(enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read prompts from {path}: {error}; give an existing JSON-lines file") from error
     rows = []
-    for number, line in enumerate(lines[:limit], 1):
+    for number, line in [(number, line) for number, line in lines if line.strip()][:limit]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PromptError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
             raise PromptError(f"{path}, line {number} has neither messages nor prompt")
@@ -140,12 +142,21 @@ def read_prompts(path: Path, limit: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _task(path: Path, rows: list[dict[str, Any]], loaded: Loaded) -> Task:
+def _task(path: Path, rows: list[dict[str, Any]], loaded: Loaded, options: BenchOptions) -> Task:
     prompts = []
     for number, row in enumerate(rows):
         prompt = row["messages"] if "messages" in row else row["prompt"]
-        ids = encode(loaded.tokenizer, prompt, vocab_size=loaded.target.vocab_size)
-        prompts.append((str(row.get("id", number)), ids))
+        name = str(row.get("id", number))
+        try:
+            ids = encode(loaded.tokenizer, prompt, vocab_size=loaded.target.vocab_size)
+        except PromptError as error:
+            raise PromptError(f"{path}, prompt {name}: {error}") from error
+        if len(ids) + options.max_tokens > loaded.target.max_length:
+            raise PromptError(
+                f"{path}, prompt {name}: {len(ids)} tokens and {options.max_tokens} to generate exceed the model's "
+                f"{loaded.target.max_length} positions; lower --max-tokens or leave the prompt out"
+            )
+        prompts.append((name, ids))
     return Task(str(rows[0].get("task", path.stem)), prompts)
 
 
@@ -191,12 +202,22 @@ def _engine_run(engine: LocalEngine) -> Callable[[list[int], SamplingParams], Ru
 
 
 def hf_methods(plain: Any, draft: Any | None) -> list[Method]:
-    """Transformers' generate, assisted generation and prompt lookup, with their own defaults for drafting."""
+    """Transformers' generate, assisted generation and prompt lookup, with their own defaults for drafting.
+
+    A model's generation config would fill in what ours leaves open, penalties for one: it is set aside.
+    """
+    from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging
 
+    from flashspec.backends.hf import eos_tokens
+
     transformers_logging.set_verbosity_error()  # generate warns of its own assistant's options
+    for model in (plain, draft):
+        if model is not None:
+            eos = sorted(eos_tokens(model)) or None
+            model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=eos[0] if eos else 0)
     methods = [
-        Method("hf_generate", None, _hf_run(plain)),
+        Method(HF_PLAIN, None, _hf_run(plain)),
         Method("hf_prompt_lookup", 10, _hf_run(plain, prompt_lookup_num_tokens=10)),
     ]
     if draft is not None:
@@ -205,16 +226,18 @@ def hf_methods(plain: Any, draft: Any | None) -> list[Method]:
 
 
 class _FirstToken:
-    """A Transformers streamer that notes when the first new token came."""
+    """A Transformers streamer that notes when the first new tokens came, and how many they were."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.first = 0.0
+        self.num_first = 0
 
-    def put(self, value: object) -> None:
+    def put(self, value: torch.Tensor) -> None:
         self.calls += 1
         if self.calls == 2:  # the first call is the prompt
             self.first = time.perf_counter()
+            self.num_first = value.numel()
 
     def end(self) -> None:
         return None
@@ -226,15 +249,14 @@ def _hf_run(
     from transformers import GenerationConfig
 
     def run(prompt: list[int], sampling: SamplingParams) -> Run:
-        eos = model.generation_config.eos_token_id
         config = GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=not sampling.is_greedy,
             temperature=sampling.temperature if not sampling.is_greedy else None,
             top_k=0 if not sampling.is_greedy else None,
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-            eos_token_id=eos,
-            pad_token_id=eos[0] if isinstance(eos, list) else eos,
+            eos_token_id=model.generation_config.eos_token_id,
+            pad_token_id=model.generation_config.pad_token_id,
         )
         streamer = _FirstToken()
         ids = torch.tensor([prompt], device=model.device)
@@ -249,7 +271,8 @@ def _hf_run(
         )
         ended = time.perf_counter()
         tokens = output[0, len(prompt) :].tolist()
-        tpot = (ended - streamer.first) / max(len(tokens) - 1, 1)
+        later = len(tokens) - streamer.num_first  # an assisted first step brings several at once
+        tpot = (ended - streamer.first) / later if later else 0.0
         return Run(tokens, streamer.first - started, tpot, ended - started)
 
     return run
@@ -257,31 +280,37 @@ def _hf_run(
 
 # measuring
 
-Runs = dict[tuple[str, str, str], Run]  # (task, method, prompt id)
+Runs = dict[tuple[int, str, int], Run]  # (id() of the task, method, prompt's number): names may repeat
 
 
 def _measure(tasks: list[Task], methods: list[Method], options: BenchOptions, screen: Console) -> Runs:
     runs: Runs = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     total = len(methods) * (1 + sum(len(task.prompts) for task in tasks))
-    with Progress(*columns, console=screen, transient=True) as progress:
+    # redrawn between runs, not by a thread during them
+    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as progress:
         bar = progress.add_task("warming up", total=total)
         for method in methods:
             method.run(tasks[0].prompts[0][1], SamplingParams(max_tokens=min(8, options.max_tokens)))
             progress.advance(bar)
         turn = 0
         for task in tasks:
-            for name, prompt in task.prompts:
-                # a seed for repeatability, but the rule that users get without one
-                sampling = SamplingParams(
-                    temperature=options.temperature, max_tokens=options.max_tokens, seed=turn, verification="rejection"
-                )
+            for number, (_, prompt) in enumerate(task.prompts):
+                sampling = _sampling(options, turn)
                 for method in _rotated(methods, turn):
                     progress.update(bar, description=f"{task.name}, {method.name}")
-                    runs[task.name, method.name, name] = method.run(prompt, sampling)
+                    progress.refresh()
+                    runs[id(task), method.name, number] = method.run(prompt, sampling)
                     progress.advance(bar)
                 turn += 1
     return runs
+
+
+def _sampling(options: BenchOptions, seed: int) -> SamplingParams:
+    """A seed for repeatability, but the rule that users get without one."""
+    return SamplingParams(
+        temperature=options.temperature, max_tokens=options.max_tokens, seed=seed, verification="rejection"
+    )
 
 
 def _rotated(methods: list[Method], turn: int) -> list[Method]:
@@ -289,19 +318,18 @@ def _rotated(methods: list[Method], turn: int) -> list[Method]:
     return methods[start:] + methods[:start]
 
 
-def _row(
-    task: Task, method: Method, runs: Runs, options: BenchOptions, *, gap: Callable[[list[int]], float]
-) -> dict[str, Any]:
-    mine = [runs[task.name, method.name, name] for name, _ in task.prompts]
-    plain = [runs[task.name, PLAIN, name] for name, _ in task.prompts]
-    theirs = [run for name, _ in task.prompts if (run := runs.get((task.name, "hf_generate", name)))]
+def _row(task: Task, method: Method, runs: Runs, options: BenchOptions, loaded: Loaded) -> dict[str, Any]:
+    def of(name: str) -> list[Run]:
+        return [run for number in range(len(task.prompts)) if (run := runs.get((id(task), name, number)))]
+
+    mine, plain, theirs = of(method.name), of(PLAIN), of(HF_PLAIN)
+    reference = theirs or plain
+    is_reference = method.name == (HF_PLAIN if theirs else PLAIN)
+    differences = [] if options.temperature or is_reference else _differences(task, mine, reference, loaded)
     stats = SpecStats()
     for run in mine:
         stats.merge(run.stats or SpecStats())
     drafted = stats.num_drafts > 0
-    is_greedy = options.temperature == 0
-    reference = theirs or plain
-    differences = _differences(task, mine, reference, gap) if is_greedy and method.name != "hf_generate" else []
     return {
         "task": task.name,
         "drafter": method.name,
@@ -316,16 +344,17 @@ def _row(
         "speedup": _ratio(plain, mine, lambda run: run.tpot),
         "speedup_hf": _ratio(theirs, mine, lambda run: run.tpot),
         "speedup_e2e": _ratio(plain, mine, lambda run: 1 / run.tokens_per_second),
-        "greedy_equal": not differences if is_greedy else None,
+        "greedy_equal": None if options.temperature or is_reference else not differences,
         "differences": differences,
         "time_shares": _shares(mine),
     }
 
 
 def _ratio(base: Seq[Run], mine: Seq[Run], value: Callable[[Run], float]) -> float | None:
-    """Median over prompts of base / mine; runs of a single token have no time per token."""
-    pairs = [(value(a), value(b)) for a, b in zip(base, mine, strict=False) if len(a.tokens) > 1 and len(b.tokens) > 1]
-    return statistics.median(a / b for a, b in pairs) if pairs else None
+    """Median over prompts of base / mine; runs of a single burst have no time per token."""
+    pairs = [(value(a), value(b)) for a, b in zip(base, mine, strict=False)]
+    ratios = [a / b for a, b in pairs if a > 0 and b > 0]
+    return statistics.median(ratios) if ratios else None
 
 
 def _shares(runs: Seq[Run]) -> dict[str, float] | None:
@@ -336,26 +365,19 @@ def _shares(runs: Seq[Run]) -> dict[str, float] | None:
     return {name: sum(split[name] for split in splits) / total for name in splits[0]}
 
 
-def _differences(
-    task: Task, mine: Seq[Run], reference: Seq[Run], gap: Callable[[list[int]], float]
-) -> list[dict[str, Any]]:
-    """Where greedy tokens part, with the gap between the two likeliest logits there."""
+def _differences(task: Task, mine: Seq[Run], reference: Seq[Run], loaded: Loaded) -> list[dict[str, Any]]:
+    """Where greedy tokens part, with the distance of the two likeliest logits there in standard deviations."""
     found = []
     for (name, prompt), run, other in zip(task.prompts, mine, reference, strict=True):
         if run.tokens == other.tokens:
             continue
         pairs = enumerate(zip(run.tokens, other.tokens, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(run.tokens), len(other.tokens)))
-        apart = gap(prompt + other.tokens[:at])
-        found.append({"prompt": name, "position": at, "relative_gap": apart, "is_tie": apart < TIE})
+        logits = loaded.target.plain_logits(prompt + other.tokens[:at])
+        first, second = logits.topk(2).values.tolist()
+        gap = float((first - second) / logits.std())
+        found.append({"prompt": name, "position": at, "gap": gap, "is_tie": gap < TIES[loaded.target.model.dtype]})
     return found
-
-
-def _gap(loaded: Loaded, context: list[int]) -> float:
-    """Distance of the two largest logits after ``context``, relative to the largest."""
-    logits = loaded.target.plain_logits(context)
-    first, second = logits.topk(2).values.tolist()
-    return float((first - second) / max(abs(first), 1e-9))
 
 
 # reporting
@@ -408,8 +430,8 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _difference_line(row: dict[str, Any], difference: dict[str, Any]) -> str:
-    verdict = "a tie in float32" if difference["is_tie"] else "NOT a tie: please report it"
+    verdict = "a tie in this precision" if difference["is_tie"] else "NOT a tie: please report it"
     return escape(
         f"{row['task']}, {row['drafter']}: prompt {difference['prompt']} parts at token {difference['position']}, "
-        f"where the two largest logits are {difference['relative_gap']:.1e} of the largest apart: {verdict}"
+        f"where the two largest logits are {difference['gap']:.1e} standard deviations apart: {verdict}"
     )

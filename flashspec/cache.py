@@ -155,14 +155,20 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _reserve(self, rows: int, width: int) -> None:
         if rows <= self._allocated_rows and width <= self.capacity:
             return
-        capacity = self.capacity
-        if width > capacity:
-            capacity = max(width, min(max(-(-width // BUCKET) * BUCKET, capacity * 3 // 2), self.max_length))
-        rows = max(rows, self._allocated_rows if rows <= self._allocated_rows else 2 * self._allocated_rows)
-        for stores in (self.keys, self.values):
-            for layer, store in enumerate(stores):
-                if store is not None:
-                    stores[layer] = self._grown(store, rows, capacity)
+        generous = max(-(-width // BUCKET) * BUCKET, self.capacity * 3 // 2)
+        capacity = self.capacity if width <= self.capacity else max(width, min(generous, self.max_length))
+        spare_rows = max(rows, 2 * self._allocated_rows) if rows > self._allocated_rows else self._allocated_rows
+        try:
+            self._grow(spare_rows, capacity)
+        except MemoryLimitError:  # what is needed may fit where what is convenient does not
+            self._grow(max(rows, self._allocated_rows), max(width, self.capacity))
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        keys, values = (
+            [None if store is None else self._grown(store, rows, capacity) for store in stores]
+            for stores in (self.keys, self.values)
+        )
+        self.keys, self.values = keys, values
         self._allocated_rows, self.capacity = rows, capacity
 
     def _grown(self, store: Tensor, rows: int, capacity: int) -> Tensor:

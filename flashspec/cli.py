@@ -108,6 +108,8 @@ def generate(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed, max_tokens=max_tokens,
         stop=tuple(stop or ()), ignore_eos=ignore_eos, verification=verification, logprobs=logprobs,
     )  # fmt: skip
+    if raw and system:
+        raise OptionError("--system is part of a conversation, and --raw takes the prompt as it is; give one of them")
     text = _prompt(prompt, file)
     engine = _load(
         model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
@@ -156,6 +158,8 @@ def chat(
         model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
         pack=pack, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    if not getattr(engine.tokenizer, "chat_template", None):
+        raise OptionError("this model has no chat template, so it cannot chat; use flashspec generate --raw")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     for line in _lines():
@@ -166,8 +170,8 @@ def chat(
         try:
             with reply.interruptible():
                 reply.run([*messages, {"role": "user", "content": line}], sampling)
-        except PromptError as error:  # the conversation has outgrown the context: say so and keep it
-            screen.print(f"[red]{escape(str(error))}[/] (/clear starts anew)")
+        except FlashSpecError as error:  # the conversation has outgrown the context or the memory: say so, keep it
+            screen.print(f"[red]{escape(str(error))}[/] (/clear starts anew)", soft_wrap=True)
             continue
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply.text}]
         if stats:
@@ -213,9 +217,9 @@ def main() -> None:
     except FlashSpecError as error:
         screen.print(f"[bold red]flashspec:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
-    except BrokenPipeError:  # the reader has gone, as with | head
-        sys.stderr.close()
-        raise SystemExit(0) from None
+    except OSError as error:  # a full disk, say; a reader that has gone is Typer's to handle
+        screen.print(f"[bold red]flashspec:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -240,17 +244,18 @@ class _Reply:
     def run(self, prompt: Prompt, sampling: SamplingParams) -> None:
         name = self.engine.add(prompt, sampling)
         self.stats, self.timings = self.engine.progress(name)
-        chunks = self.engine.chunks(name)
-        with screen.status("reading the prompt"):
-            self._take(next(chunks))
-        for chunk in chunks:
-            self._take(chunk)
+        with contextlib.closing(self.engine.chunks(name)) as chunks:
+            with screen.status("reading the prompt"):  # while it turns, stdout is Rich's: print nothing here
+                first = next(chunks)
+            self._take(first)
+            for chunk in chunks:
+                self._take(chunk)
 
     def _take(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         if self.quiet:
             return
-        if not self.color:
+        if not self.color or not self.paper.is_terminal:
             print(chunk.text, end="", flush=True)
             return
         for piece, kind in zip(chunk.pieces, chunk.kinds, strict=True):
@@ -321,12 +326,14 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         raise OptionError("a prompt and --file were both given; give one of them")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(
                 f"cannot read the prompt from {file}: {error}; give an existing UTF-8 text file"
             ) from error
     elif prompt in (None, "-"):
+        if sys.stdin is None:
+            raise PromptError("there is no prompt and stdin is closed; give a text or --file FILE")
         if sys.stdin.isatty():
             screen.print("the prompt, then Ctrl-D:", style="dim")
         text = sys.stdin.read()
@@ -348,6 +355,8 @@ def _conversation(engine: LocalEngine, text: str, system: str | None) -> Prompt:
 
 def _lines() -> Iterator[str]:
     """What the user types, until /exit or the end of input."""
+    if sys.stdin is None:
+        return
     with contextlib.suppress(ImportError):  # line editing and history for input, where the system has it
         import readline  # noqa: F401
 

@@ -123,7 +123,8 @@ def _check_tokens_and_text(params: SamplingParams) -> None:
         raise OptionError(f"stop is {params.stop!r}; each stop string must be a text of at least one character")
     for name in ("bad_tokens", "allowed_tokens"):
         ids = getattr(params, name)
-        if ids is not None and not (isinstance(ids, tuple) and all(map(_is_whole, ids))):
+        is_absent = ids is None and name == "allowed_tokens"
+        if not is_absent and not (isinstance(ids, tuple) and all(map(_is_whole, ids))):
             raise OptionError(f"{name} is {ids!r:.80}; it must be a list of token ids, which are whole numbers")
     if params.allowed_tokens is not None and not set(params.allowed_tokens) - set(params.bad_tokens):
         raise OptionError(
@@ -313,7 +314,7 @@ class Timings:
 
     @property
     def ttft(self) -> float:
-        return self.first_token - self.arrival
+        return max(self.first_token - self.arrival, 0.0)  # 0 before there is one
 
     @property
     def tpot(self) -> float:
@@ -322,7 +323,7 @@ class Timings:
 
     @property
     def total(self) -> float:
-        return self.last_token - self.arrival
+        return max(self.last_token - self.arrival, 0.0)
 
     @property
     def tokens_per_second(self) -> float:

@@ -27,7 +27,7 @@ from flashspec.core import (
     TokenLogprob,
     Verdict,
 )
-from flashspec.errors import OptionError, PromptError
+from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.sampling import distribution
 from flashspec.scheduler import Scheduler
 from flashspec.text import TextStream, Tokenizer, encode
@@ -56,6 +56,38 @@ class _Request:
     stats: SpecStats = field(default_factory=SpecStats)
     chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``stream`` is the reader
     is_streamed: bool = False
+    error: FlashSpecError | None = None
+
+
+class ChunkStream(Iterator[Chunk]):
+    """The chunks of one request, in steps taken as they are asked for. Several may be read in turns.
+
+    Closing it, or letting go of it, aborts what is left. It raises the error that ended its request, if one did.
+    """
+
+    def __init__(self, engine: LocalEngine, request: _Request) -> None:
+        self.engine, self.request = engine, request
+        request.is_streamed = True
+
+    def __next__(self) -> Chunk:
+        request = self.request
+        while not request.chunks:
+            if request.error is not None:
+                raise request.error
+            if request.seq.is_finished:
+                raise StopIteration
+            try:
+                self.engine.step()
+            except BaseException:
+                self.close()
+                raise
+        return request.chunks.pop(0)
+
+    def close(self) -> None:
+        self.engine.abort(self.request.seq.id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LocalEngine:
@@ -119,7 +151,11 @@ class LocalEngine:
         return name
 
     def step(self) -> list[Chunk]:
-        """Advance every running sequence by at least one token."""
+        """Advance every running sequence by at least one token.
+
+        A request that cannot go on (its logits are not finite, say) ends alone, with ``abort``; its reader gets the
+        error.
+        """
         seqs, budgets = self.scheduler.schedule()
         if not seqs:
             return []
@@ -128,17 +164,18 @@ class LocalEngine:
         drafted = time.perf_counter()
         scores = self.target.score(seqs, drafts, hidden=self.drafter is not None and self.drafter.needs_hidden)
         scored = time.perf_counter()
-        with torch.inference_mode():
-            p = [distribution(s.logits, seq, d) for s, seq, d in zip(scores, seqs, drafts, strict=True)]
-            verdicts = [verify(*each) for each in zip(p, drafts, seqs, strict=True)]
-        chunks = [self._commit(*each) for each in zip(seqs, drafts, verdicts, scores, strict=True)]
-        for seq, verdict, chunk in zip(seqs, verdicts, chunks, strict=True):
-            self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])
-        if self.drafter is not None:
-            self.drafter.observe(seqs, drafts, verdicts, scores)
-        self._retire(chunks)
-        self._record(seqs, drafts, chunks, (started, drafted, scored, time.perf_counter()))
-        self._drop_finished(seqs)
+        chunks: list[Chunk] = []
+        try:
+            verdicts = [self._settle(*each, chunks) for each in zip(seqs, drafts, scores, strict=True)]
+            if self.drafter is not None:
+                self.drafter.observe(seqs, drafts, verdicts, scores)
+            self._record(seqs, chunks, (started, drafted, scored, time.perf_counter()))
+        except BaseException:
+            for seq in seqs[len(chunks) :]:  # they will be scored again
+                self.target.rewind(seq, len(seq) - 1)
+            raise
+        finally:
+            self._drop_finished(seqs)
         return chunks
 
     def abort(self, request_id: str) -> None:
@@ -159,15 +196,20 @@ class LocalEngine:
 
     # whole requests
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> ChunkStream:
         """Chunks of one request as they come. Several streams may be read in turns; closing one aborts it."""
         return self.chunks(self.add(prompt, sampling))
 
-    def chunks(self, request_id: str) -> Iterator[Chunk]:
-        """The chunks of a request that was added; closing the iterator aborts it."""
-        request = self._requests[request_id]
-        request.is_streamed = True
-        return self._read(request)
+    def chunks(self, request_id: str) -> ChunkStream:
+        """The chunks of a request that was just added; closing the iterator aborts it.
+
+        Raises:
+            OptionError: no such request, or some of its chunks have already been given to ``step``'s caller.
+        """
+        request = self._requests.get(request_id)
+        if request is None or (request.seq.num_output_tokens and not request.is_streamed):
+            raise OptionError(f"request {request_id!r} is not waiting to be read; call chunks() before the first step")
+        return ChunkStream(self, request)
 
     def progress(self, request_id: str) -> tuple[SpecStats, Timings]:
         """A request's counts and timings, live: they go on changing while it runs."""
@@ -204,31 +246,14 @@ class LocalEngine:
         return self._finish_all(list(prompts), each)  # type: ignore[arg-type]
 
     def _finish_all(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
-        requests: list[_Request] = []
+        streams: list[ChunkStream] = []
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                request = self._requests[self.add(prompt, params)]
-                request.is_streamed = True
-                requests.append(request)
-            return [_result(request, list(self._read(request))) for request in requests]
+                streams.append(self.stream(prompt, params))
+            return [_result(stream.request, list(stream)) for stream in streams]
         finally:
-            for request in requests:
-                self.abort(request.seq.id)
-
-    def _read(self, request: _Request) -> Iterator[Chunk]:
-        """This request's chunks; a step taken for it leaves the other readers' chunks in their requests."""
-        try:
-            while request.chunks or not request.seq.is_finished:
-                if not request.chunks:
-                    self.step()
-                yield from self._taken(request)
-        finally:
-            self.abort(request.seq.id)
-
-    @staticmethod
-    def _taken(request: _Request) -> list[Chunk]:
-        taken, request.chunks = request.chunks, []
-        return taken
+            for stream in streams:
+                stream.close()
 
     # parts of a step
 
@@ -245,12 +270,35 @@ class LocalEngine:
             draft = prefix(draft, next(i for i, parent in enumerate(draft.parents) if parent != i - 1))
         size = self.target.vocab_size
         bad = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < size), None)
+        if len(draft.parents) != len(draft) or any(not -1 <= p < i for i, p in enumerate(draft.parents)):
+            raise OptionError(
+                f"drafter {draft.drafter!r} gave {len(draft)} tokens with parents {draft.parents!r:.80}; each parent "
+                "must be -1 or an earlier node"
+            )
         if draft.probs is not None and (bad is not None or draft.probs.shape != (len(draft), size)):
             raise OptionError(
                 f"drafter {draft.drafter!r} gave {len(draft)} tokens with probabilities of shape "
                 f"{list(draft.probs.shape)}; the target needs [{len(draft)}, {size}] and token ids below {size}"
             )
         return draft if bad is None else prefix(draft, bad)
+
+    def _settle(self, seq: Sequence, draft: Draft, score: Score, chunks: list[Chunk]) -> Verdict:
+        """One sequence's verdict, committed, kept and delivered before the next one is looked at."""
+        try:
+            with torch.inference_mode():
+                verdict = verify(distribution(score.logits, seq, draft), draft, seq)
+            chunk = self._commit(seq, draft, verdict, score)
+        except FlashSpecError as error:
+            self._requests[seq.id].error = error
+            verdict, chunk = Verdict([], seq.tokens[-1], False), Chunk(seq.id, [], [], [], "abort")
+        except BaseException:  # an interrupt, or a bug of the tokenizer's: this request cannot be trusted any more
+            self.abort(seq.id)
+            raise
+        self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])
+        self._count(seq, draft, verdict, chunk)
+        self._deliver(chunk)
+        chunks.append(chunk)
+        return verdict
 
     def _commit(self, seq: Sequence, draft: Draft, verdict: Verdict, score: Score) -> Chunk:
         """Append the verdict's tokens up to the first that ends the sequence; the only writer of ``seq.tokens``."""
@@ -280,28 +328,30 @@ class LocalEngine:
             return "length"
         return None
 
-    def _retire(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            request = self._requests[chunk.request_id]
-            if request.is_streamed:
-                request.chunks.append(chunk)
-            if chunk.finish_reason is not None:
-                self.scheduler.remove(request.seq)
+    def _deliver(self, chunk: Chunk) -> None:
+        request = self._requests[chunk.request_id]
+        if request.is_streamed:
+            request.chunks.append(chunk)
+        if chunk.finish_reason is not None:
+            request.seq.finish_reason = chunk.finish_reason
+            self.scheduler.remove(request.seq)
 
-    def _record(
-        self, seqs: list[Sequence], drafts: list[Draft], chunks: list[Chunk], times: tuple[float, float, float, float]
-    ) -> None:
+    def _count(self, seq: Sequence, draft: Draft, verdict: Verdict, chunk: Chunk) -> None:
+        num_accepted = chunk.kinds.count("accepted")
+        is_cut = len(chunk.tokens) <= len(verdict.accepted)  # what lies behind an end was never up for acceptance
+        for stats in (self._requests[seq.id].stats, self._stats):
+            stats.num_steps += 1
+            stats.num_emitted_tokens += len(chunk.tokens)
+            if len(draft):
+                stats.record(num_accepted if is_cut else len(draft), num_accepted)
+
+    def _record(self, seqs: list[Sequence], chunks: list[Chunk], times: tuple[float, float, float, float]) -> None:
         started, drafted, scored, now = times
-        for seq, draft, chunk in zip(seqs, drafts, chunks, strict=True):
-            request = self._requests[seq.id]
-            for stats in (request.stats, self._stats):
-                stats.num_steps += 1
-                stats.num_emitted_tokens += len(chunk.tokens)
-                if len(draft):
-                    stats.record(len(draft), chunk.kinds.count("accepted"))
-            timings = request.timings
-            timings.first_token = timings.first_token or now
-            timings.last_token = now
+        for seq, chunk in zip(seqs, chunks, strict=True):
+            timings = self._requests[seq.id].timings
+            if chunk.tokens:
+                timings.first_token = timings.first_token or now
+                timings.last_token = now
             timings.num_output_tokens = seq.num_output_tokens
             timings.draft += drafted - started
             timings.verify += scored - drafted
@@ -328,7 +378,7 @@ class LocalEngine:
 def logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     """log softmax of the target's own logits [vocab], and its ``count`` likeliest tokens."""
     logprobs = torch.log_softmax(logits, -1)
-    values, ids = logprobs.topk(count)
+    values, ids = logprobs.topk(min(count, len(logprobs)))
     return TokenLogprob(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
 

@@ -8,7 +8,9 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -59,8 +61,8 @@ def _model_drafter(target: Loaded, draft: Loaded | None) -> Drafter:
 
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind(lambda target, draft: None, 0),
-    "ngram": DrafterKind(lambda target, draft: NGramDrafter(), 10),
-    "model": DrafterKind(_model_drafter, 5, needs_draft=True),
+    "ngram": DrafterKind(lambda target, draft: NGramDrafter(), 5),
+    "model": DrafterKind(_model_drafter, 4, needs_draft=True),
 }
 
 
@@ -232,11 +234,21 @@ def default_model() -> Path:
 
 def cache_folder() -> Path:
     """Where converted models are kept: $FLASHSPEC_CACHE, or ~/.cache/flashspec."""
-    return Path(os.environ.get("FLASHSPEC_CACHE", "~/.cache/flashspec")).expanduser()
+    return Path(os.environ.get("FLASHSPEC_CACHE") or "~/.cache/flashspec").expanduser()
 
 
 def _source(model: str | os.PathLike[str] | None, say: Progress) -> str:
     """A folder or hub name that ``from_pretrained`` takes."""
+    try:
+        return _found(model, say)
+    except (OSError, RuntimeError, ValueError, TypeError) as error:  # names no file system takes, folders it hides
+        raise ModelError(
+            f"cannot read or convert {str(model)!r}: {_first_line(error)}; check the path, and that the cache folder "
+            f"{cache_folder()} (set by FLASHSPEC_CACHE) can be written"
+        ) from error
+
+
+def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
     path = default_model() if model is None else Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -259,22 +271,46 @@ def converted(gguf: Path, say: Progress) -> Path:
     if (folder / "config.json").is_file():
         return folder
     say(f"converting {gguf.name} for Transformers (once; kept in {folder})")
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=folder.name, suffix=".part", dir=folder.parent))
     try:
         _convert(gguf, part)
-        part.rename(folder)
+        if not (folder / "config.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # what an older, broken attempt may have left
+        part.replace(folder)
     except OSError:
         if not (folder / "config.json").is_file():  # another process may have been first
             raise
     finally:
-        _remove(part)
+        shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def _check_conversion(gguf: Path, folder: Path) -> None:
+    """In float32, weights take up to eight times the file: ask before the kernel or the disk says no."""
+    import psutil
+    from gguf import GGUFReader
+
+    try:
+        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:
+        raise ModelError(f"cannot read {gguf}: {_first_line(error)}; give a whole GGUF file") from error
+    for what, free in (
+        ("memory", psutil.virtual_memory().available),
+        (f"disk in {folder.parent}", shutil.disk_usage(folder).free),
+    ):
+        if needed > free:
+            raise MemoryLimitError(
+                f"converting {gguf.name} takes {needed / 2**30:.1f} GiB of {what}, and {free / 2**30:.1f} GiB are "
+                "free; free some, or use a smaller model"
+            )
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging
 
+    _check_conversion(gguf, folder)
     try:
         if sys.stderr.isatty():
             transformers_logging.enable_progress_bar()
@@ -310,16 +346,12 @@ def _digest(gguf: Path, say: Progress) -> str:
         say(f"reading {gguf.name}")
         with gguf.open("rb") as file:
             known = {**(known if isinstance(known, dict) else {}), key: hashlib.file_digest(file, "sha256").hexdigest()}
-        index.parent.mkdir(parents=True, exist_ok=True)
-        index.write_text(json.dumps(known))
+        with contextlib.suppress(OSError):  # it only saves time
+            index.parent.mkdir(parents=True, exist_ok=True)
+            part = index.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(known))
+            part.replace(index)
     return known[key]
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
 
 
 # device, dtype, weights

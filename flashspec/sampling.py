@@ -159,8 +159,8 @@ def _likeliest(scaled: Tensor, mass: float) -> tuple[Tensor, Tensor]:
 def _check_finite(best: Tensor) -> None:
     if not bool(best.isfinite().all()):
         raise ModelError(
-            "the target's logits are not finite (largest: "
-            f"{best.flatten().tolist()}); load it in float32, or relax allowed_tokens, bad_tokens and logit_bias"
+            f"the model's logits are not finite (largest: {best.flatten().tolist()}): no token is left to choose; load "
+            "it in float32, or relax allowed_tokens, bad_tokens, logit_bias and min_tokens"
         )
 
 

@@ -8,14 +8,21 @@ from flashspec.core import Sequence, Status
 from flashspec.errors import OptionError
 
 
+def check_draft_length(num_speculative_tokens: int) -> None:
+    """Raise OptionError for a draft length outside its range."""
+    if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= 256:
+        raise OptionError(
+            f"num_speculative_tokens is {num_speculative_tokens!r}; it must be a whole number from 0 to 256"
+        )
+
+
 class Scheduler:
     """First come, first served, up to ``max_batch`` at once; a sequence joins and leaves between steps."""
 
     def __init__(self, *, max_batch: int, num_speculative_tokens: int, max_length: int) -> None:
         if max_batch < 1:
             raise OptionError(f"max_batch is {max_batch}; it must be at least 1")
-        if not 0 <= num_speculative_tokens <= 256:
-            raise OptionError(f"num_speculative_tokens is {num_speculative_tokens}; it must be from 0 to 256")
+        check_draft_length(num_speculative_tokens)
         self.max_batch = max_batch
         self.num_speculative_tokens = num_speculative_tokens
         self.max_length = max_length

@@ -1,6 +1,7 @@
 """The main job on real input: the same text with and without speculation, where drafts help and where they do not."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import flashspec
@@ -33,7 +34,7 @@ def main() -> None:
         with screen.status(name):
             slow = plain.generate(messages, sampling)
             fast = engine.generate(messages, sampling)
-        screen.print(f"[bold]{name}[/]\n{fast.text}\n", markup=True)
+        screen.print(f"[bold]{name}[/]\n{escape(fast.text)}\n")
         table.add_row(
             name, str(len(fast.tokens)), f"{slow.timings.tokens_per_second:.1f}",
             f"{fast.timings.tokens_per_second:.1f}", f"{slow.timings.tpot / fast.timings.tpot:.2f} x",

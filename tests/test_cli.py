@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -153,6 +154,11 @@ def test_chat_survives_a_conversation_longer_than_the_context(run: Run) -> None:
         (["generate", "hi", "--model", "target", "--dtype", "int3"], "dtype is 'int3'"),
         (["generate", "--file", "nowhere.txt"], "cannot read the prompt"),
         (["generate", "hi", "--drafter", "psychic"], "psychic"),
+        (["generate", "hi", "--model", "target", "--raw", "--system", "be kind"], "--system"),
+        (["generate", "hi", "--model", "n" * 300 + "/x"], "cannot read or convert"),
+        (["generate", "hi", "--model", "~nosuchuser/x"], "cannot read or convert"),
+        (["bench", "--prompts", "target/config.json", "--max-tokens", "0"], "max_tokens is 0"),
+        (["bench", "--prompts", "target/config.json", "--num-speculative-tokens", "999"], "999"),
         (["bench", "--prompts", "nowhere.jsonl"], "cannot read prompts"),
         (["bench", "--prompts", "target/config.json", "--drafters", "none,psychic"], "psychic"),
     ],
@@ -197,10 +203,48 @@ def test_bench_table_and_json_line(run: Run, tmp_path: Path) -> None:
     }  # fmt: skip
     for row in report["rows"]:
         assert keys <= set(row)
-        assert row["greedy_equal"] is True
+        assert row["greedy_equal"] is (None if row["drafter"] == "hf_generate" else True)
         assert row["tpot"] > 0
     assert report["rows"][0]["speedup"] == 1.0
     assert any("│ ngram" in line for line in ran.out.splitlines())
+
+
+def test_bench_keeps_tasks_and_prompts_of_one_name_apart(run: Run, tmp_path: Path) -> None:
+    for name, prompt in (("a", "one two"), ("b", "x\u2028y\x85z")):
+        rows = [{"id": "same", "task": "same", "prompt": prompt}, {"id": "same", "prompt": prompt * 2}]
+        (tmp_path / name).write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8-sig")
+    ran = run("bench", "--model", "target", "--drafters", "ngram", "--max-tokens", "4",
+              "--prompts", str(tmp_path / "a"), "--prompts", str(tmp_path / "b"))  # fmt: skip
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out.splitlines()[-1])["rows"]
+    assert [row["drafter"] for row in rows] == ["none", "ngram"] * 2
+    assert len({row["ttft"] for row in rows}) == 4
+
+
+def test_bench_refuses_a_prompt_that_does_not_fit_before_it_measures(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "long").write_text(json.dumps({"id": "p7", "prompt": "word " * 250}), encoding="utf-8")
+    ran = run("bench", "--model", "target", "--prompts", str(tmp_path / "long"))
+    assert ran.code == 2
+    assert "p7" in ran.err
+    assert "256 positions" in ran.err
+
+
+def test_text_and_spinner_do_not_mix_on_a_terminal(models: Path, tmp_path: Path) -> None:
+    """stdout to a file, stderr on a terminal: the file holds all the text."""
+    words = [sys.executable, "-m", "flashspec.cli", "generate", "a [b] c", "--model", str(models / "target"),
+             "--max-tokens", "12"]  # fmt: skip
+    master, slave = os.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=slave, stdin=subprocess.DEVNULL, env=environment)
+        os.close(slave)
+        with contextlib.suppress(OSError):  # the terminal is gone when the process is
+            while os.read(master, 4096):
+                pass
+        os.close(master)
+        assert process.wait() == 0
+    plain = subprocess.run([*words, "--json"], capture_output=True, check=True, text=True, env=environment)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == json.loads(plain.stdout)["text"] + "\n"
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"id": 3}'])

@@ -320,6 +320,87 @@ def test_a_failing_step_leaves_the_engine_usable() -> None:
     )
 
 
+def test_one_request_that_cannot_go_on_ends_alone() -> None:
+    target = ToyTarget(VOCAB, eos=[7])
+    engine = engine_of(target, "model", 3)
+    impossible = SamplingParams(max_tokens=9, allowed_tokens=(7,), min_tokens=3)
+    sampling = SamplingParams(max_tokens=12)
+    good, bad = engine.stream([1, 2], sampling), engine.stream([3], impossible)
+    tokens = [token for chunk in good for token in chunk.tokens]
+    assert tokens == plain_loop(target.logits, [1, 2], sampling, eos=[7])
+    assert next(bad).finish_reason == "abort"
+    with pytest.raises(FlashSpecError, match="no token is left"):
+        next(bad)
+    with pytest.raises(FlashSpecError, match="no token is left"):
+        engine.generate([3], impossible)
+    assert target.held == {}
+    assert not engine.has_work
+
+
+def test_an_interrupted_commit_ends_one_request_and_repeats_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ToyTarget(VOCAB)
+    engine = engine_of(target, "ngram", 3)
+    sampling = SamplingParams(max_tokens=12)
+    streams = [engine.stream(prompt, sampling) for prompt in ([1], [2], [3])]
+    commit = LocalEngine._commit
+    calls = iter(range(1000))
+
+    def interrupted(self: LocalEngine, *arguments: object) -> object:
+        if next(calls) == 7:  # the third step's second sequence
+            raise KeyboardInterrupt
+        return commit(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalEngine, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(streams[1])
+    for i in (0, 2):
+        tokens = [token for chunk in streams[i] for token in chunk.tokens]
+        assert tokens == plain_loop(target.logits, [i + 1], sampling)
+    assert target.held == {}
+
+
+def test_chunks_are_never_lost_silently() -> None:
+    engine = engine_of(ToyTarget(VOCAB), "none", 0)
+    first, second = engine.add([1], SamplingParams(max_tokens=3)), engine.add([2], SamplingParams(max_tokens=9))
+    list(engine.chunks(first))
+    for name in (first, second, "nobody"):
+        with pytest.raises(OptionError, match=r"call chunks\(\) before the first step"):
+            engine.chunks(name)
+    engine.abort(second)
+
+
+def test_a_stream_that_is_dropped_unread_is_aborted() -> None:
+    engine = engine_of(ToyTarget(VOCAB), "none", 0)
+    stream = engine.stream([1])
+    assert engine.has_work
+    del stream
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("parents", [[0], [-2], [-1, 1], [-1]])
+def test_a_draft_that_is_no_tree_is_an_error(parents: list[int]) -> None:
+    engine = LocalEngine(ToyTarget(VOCAB), ScriptedDrafter(lambda tokens, budget: Draft([1, 2], parents)))
+    with pytest.raises(OptionError, match="parents"):
+        engine.generate([1])
+
+
+def test_a_draft_model_in_trouble_costs_speed_only() -> None:
+    target, draft = ToyTarget(VOCAB), ToyTarget(VOCAB, salt=1)
+    draft.logits = lambda context: np.full(VOCAB, np.nan, np.float32)  # type: ignore[method-assign]
+    engine = LocalEngine(target, ModelDrafter(draft, vocab_size=VOCAB), num_speculative_tokens=3)
+    sampling = SamplingParams(max_tokens=9)
+    assert engine.generate([1, 2], sampling).tokens == plain_loop(target.logits, [1, 2], sampling)
+
+
+def test_what_lies_behind_an_end_does_not_count_as_rejected() -> None:
+    target = ToyTarget(VOCAB)
+    plain = plain_loop(target.logits, [1, 2], SamplingParams(max_tokens=30))
+    eos = plain[6]
+    target.eos_tokens = frozenset({eos})
+    result = engine_of(target, "always right", 8).generate([1, 2], SamplingParams(max_tokens=30))
+    assert result.stats.num_draft_tokens == result.stats.num_accepted_tokens == plain.index(eos)
+
+
 def test_sampled_draft_outside_the_vocabulary_is_an_error_not_a_bias() -> None:
     bad = Draft.chain([VOCAB], probs=torch.full((1, VOCAB + 1), 1 / (VOCAB + 1)), drafter="mine")
     engine = LocalEngine(ToyTarget(VOCAB), ScriptedDrafter(lambda tokens, budget: bad), num_speculative_tokens=2)

@@ -42,7 +42,7 @@ class Converter:
 
     def __call__(self, gguf: Path, folder: Path) -> None:
         self.names.append(gguf.name)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_bytes(gguf.read_bytes())
         self.before(folder)
 
@@ -189,7 +189,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_a_garbage_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setenv("FLASHSPEC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(ModelError, match=r"cannot read .*bad.gguf: .*; is it a whole GGUF file"):
+    with pytest.raises(ModelError, match=r"cannot read .*bad.gguf: .*; give a whole GGUF file"):
         loader.load_model(tmp_path / "bad.gguf")
     assert not list((tmp_path / "cache" / "models").glob("*"))
 

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ Kernel = Callable[..., None]
 
 class HalfLinear(nn.Module):
     """y = x W^T + b in float32, W [out, in] in bfloat16."""
+
+    weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> None:
         super().__init__()
@@ -93,10 +96,10 @@ def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled_object, linked = f"{folder}/half_linear.o", f"{folder}/half_linear.so"
-        run = {"check": True, "capture_output": True, "timeout": 120}
-        subprocess.run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", compiled_object], **run)
+        run = partial(subprocess.run, check=True, capture_output=True, timeout=120)
+        run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", compiled_object])
         # linked without -fopenmp: a second OpenMP runtime beside torch's would fight it for the cores
-        subprocess.run([compiler, "-shared", compiled_object, "-o", linked], **run)
+        run([compiler, "-shared", compiled_object, "-o", linked])
         os.replace(linked, library)
 
 

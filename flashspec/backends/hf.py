@@ -63,8 +63,8 @@ class HFTarget:
         self._can_skip_logits = "logits_to_keep" in parameters
         is_cuda = model.device.type == "cuda"
         self._cache = SlotCache(num_layers=len(windows), max_length=self.max_length, rounding=64 if is_cuda else 1)
-        self._ids: list[str] = []  # row -> sequence id
-        self._bases: dict[str, int] = {}  # sequence id -> tokens in the cache before the draft of the last score
+        self._seqs: list[Sequence] = []  # row -> sequence, by identity: engines may share a model and not their ids
+        self._bases: dict[Sequence, int] = {}  # tokens in the cache before the draft of the last score
 
     # the Target protocol
 
@@ -83,29 +83,29 @@ class HFTarget:
             for index, score in zip(group, self._forward([feeds[i] for i in group], hidden=hidden), strict=True):
                 found[index] = score
         for seq, feed in zip(seqs, feeds, strict=True):
-            self._bases[seq.id] = self._cache.lengths[feed.row]
+            self._bases[seq] = self._cache.lengths[feed.row]
         return [found[index] for index in range(len(seqs))]
 
     def keep(self, seq: Sequence, accepted: Seq[int]) -> None:
-        self._cache.keep(self._row(seq), self._bases[seq.id], accepted)
+        self._cache.keep(self._row(seq), self._bases[seq], accepted)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        if seq.id in self._bases:
+        if seq in self._bases:
             row = self._row(seq)
             self._cache.lengths[row] = min(self._cache.lengths[row], length)
 
     def forget(self, seq: Sequence) -> None:
-        if seq.id not in self._ids:
+        if seq not in self._seqs:
             return
         row = self._row(seq)
         if self._cache.close_row(row) is not None:
-            self._ids[row] = self._ids[-1]
-        self._ids.pop()
-        self._bases.pop(seq.id, None)
+            self._seqs[row] = self._seqs[-1]
+        self._seqs.pop()
+        self._bases.pop(seq, None)
 
     def cached_length(self, seq: Sequence) -> int:
         """Tokens of the sequence in the cache."""
-        return self._cache.lengths[self._row(seq)] if seq.id in self._ids else 0
+        return self._cache.lengths[self._row(seq)] if seq in self._seqs else 0
 
     @torch.inference_mode()
     def plain_logits(self, tokens: list[int]) -> Tensor:
@@ -117,7 +117,7 @@ class HFTarget:
     # forwards
 
     def _row(self, seq: Sequence) -> int:
-        return self._ids.index(seq.id)
+        return self._seqs.index(seq)
 
     def _feed(self, seq: Sequence, draft: Draft) -> Feed:
         if len(seq) + len(draft) > self.max_length:
@@ -125,9 +125,9 @@ class HFTarget:
                 f"{len(seq)} tokens and {len(draft)} draft tokens exceed the model's {self.max_length} positions; "
                 "shorten the prompt or ask for fewer tokens"
             )
-        if seq.id not in self._ids:
+        if seq not in self._seqs:
             self._cache.open_row()
-            self._ids.append(seq.id)
+            self._seqs.append(seq)
         row = self._row(seq)
         # scoring the same context again is allowed: the row of logits after it needs its last token fed
         self._cache.lengths[row] = min(self._cache.lengths[row], len(seq) - 1)
@@ -177,6 +177,8 @@ class HFTarget:
                 f"no memory left for a forward of {len(feeds)} sequences; run fewer at once, draft fewer tokens, "
                 "shorten the context or use half precision"
             ) from error
+        if device.type == "cuda":  # or the time shows up where the result is first read
+            torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
         states = output.hidden_states[-1][:, -wanted:].float() if hidden else None
         return output.logits[:, -wanted:, : self.vocab_size].float(), states
@@ -254,12 +256,12 @@ def check_runnable(model: PreTrainedModel) -> None:
 
 
 def eos_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """All ids that end a sequence, from the generation config and the model's own."""
-    found: set[int] = set()
+    """All ids that end a sequence: the generation config's, as for Transformers' generate, else the model's own."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         ids = getattr(config, "eos_token_id", None)
-        found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
-    return frozenset(found)
+        if ids is not None:
+            return frozenset({ids} if isinstance(ids, int) else ids)
+    return frozenset()
 
 
 # speed on a CPU

@@ -6,6 +6,7 @@ committed tokens and its guesses beyond them; what the target rejected is rewoun
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Sequence, Target
+from flashspec.errors import ModelError
 from flashspec.sampling import Distribution, coupled_token, distribution, draw
+
+logger = logging.getLogger("flashspec")
 
 
 @dataclass(slots=True)
@@ -51,9 +55,8 @@ class ModelDrafter(Drafter):
         while live:
             batch = [shadows[i].sequence for i in live]
             scores = self.target.score(batch, [EMPTY] * len(batch))
-            for i, score in zip(live, scores, strict=True):
-                self._guess(shadows[i], score.logits)
-            live = [i for i in live if self._goes_on(shadows[i], lengths[i])]
+            guessed = [i for i, score in zip(live, scores, strict=True) if self._guess(shadows[i], score.logits)]
+            live = [i for i in guessed if self._goes_on(shadows[i], lengths[i])]
         return [self._draft(shadows.get(i)) for i in range(len(seqs))]
 
     def forget(self, seq: Sequence) -> None:
@@ -77,10 +80,15 @@ class ModelDrafter(Drafter):
         shadow.probs.clear()
         return shadow
 
-    def _guess(self, shadow: _Shadow, logits: Tensor) -> None:
+    def _guess(self, shadow: _Shadow, logits: Tensor) -> bool:
+        """Append one guess; False where the draft model has none: its trouble must not become the request's."""
         seq = shadow.sequence
         self.target.keep(seq, [])
-        q = distribution(fitted(logits, self.vocab_size), seq, EMPTY)
+        try:
+            q = distribution(fitted(logits, self.vocab_size), seq, EMPTY)
+        except ModelError as error:
+            logger.warning("the draft model cannot guess here, so nothing is drafted: %s", error)
+            return False
         if seq.sampling.is_greedy:
             token = q.greedy_tokens()[0]
         elif seq.sampling.verification_rule == "coupled":
@@ -88,6 +96,7 @@ class ModelDrafter(Drafter):
         else:
             token = self._sampled(shadow, q)
         seq.tokens.append(token)
+        return True
 
     def _sampled(self, shadow: _Shadow, q: Distribution) -> int:
         token = draw(*q.row(0), shadow.sequence.rng.random())
