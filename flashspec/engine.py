@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence as Seq
@@ -87,7 +88,8 @@ class ChunkStream(Iterator[Chunk]):
         self.engine.abort(self.request.seq.id)
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(Exception):  # at exit, what it would free may be gone already
+            self.close()
 
 
 class LocalEngine:

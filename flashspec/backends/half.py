@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -26,8 +26,8 @@ logger = logging.getLogger("flashspec")
 
 SOURCE = Path(__file__).with_name("half_linear.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
-MOST_ROWS = 32  # more rows of input are bound by arithmetic, for which MKL is better
-WIDENED_BYTES = 64 << 20  # of weights widened at a time for MKL
+MOST_ROWS = 48  # more rows of input are bound by arithmetic, for which MKL is better
+WIDENED_NUMBERS = 4 << 20  # weights widened at a time for MKL: what the caches hold
 
 Kernel = Callable[..., None]
 
@@ -59,12 +59,20 @@ class HalfLinear(nn.Module):
         return y
 
     def _widened(self, x: Tensor, y: Tensor) -> Tensor:
-        size = max(WIDENED_BYTES // (4 * self.in_features), 1)
+        size = max(WIDENED_NUMBERS // self.in_features, 1)
+        buffer = _buffer(size * self.in_features)
         for start in range(0, self.out_features, size):
-            part = slice(start, start + size)
-            bias = None if self.bias is None else self.bias[part]
-            y[..., part] = nn.functional.linear(x, self.weight[part].float(), bias)
+            half = self.weight[start : start + size]
+            wide = buffer[: half.numel()].view_as(half).copy_(half)
+            bias = None if self.bias is None else self.bias[start : start + size]
+            y[..., start : start + size] = nn.functional.linear(x, wide, bias)
         return y
+
+
+@cache
+def _buffer(numbers: int) -> Tensor:
+    """Reused, because fresh memory is paid for page by page. [numbers] float32"""
+    return torch.empty(numbers)
 
 
 def halved(weight: Tensor) -> Tensor | None:
