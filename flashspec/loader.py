@@ -314,6 +314,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         if sys.stderr.isatty():
             transformers_logging.enable_progress_bar()
+        else:
+            transformers_logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,

@@ -7,6 +7,7 @@ It does not know what is done with p: that is ``verify``.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -97,23 +98,26 @@ def adjust(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
 
 
 def penalised(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
-    """Repetition (prompt and output), presence and frequency (output) penalties, each row with its own history."""
-    params, (rows, vocab) = seq.sampling, logits.shape
-    device = logits.device
-    prompt = torch.tensor(seq.tokens[: seq.num_prompt_tokens], dtype=torch.long, device=device).bincount(
-        minlength=vocab
-    )
-    output = torch.tensor(seq.output, dtype=torch.long, device=device).bincount(minlength=vocab)
-    counts = output[None, :vocab].repeat(rows, 1)
-    pairs = [(row + 1, draft.tokens[node]) for row, path in enumerate(paths(draft.parents)) for node in path]
-    if pairs:
-        index = torch.tensor(pairs, device=device).T
-        counts.index_put_((index[0], index[1]), torch.ones_like(index[0]), accumulate=True)
+    """Repetition (prompt and output), presence and frequency (output) penalties, each row with its own history.
+
+    Changes ``logits`` in place, and only at the few tokens that have occurred.
+    """
+    params, device = seq.sampling, logits.device
+    output, tokens = Counter(seq.output), sorted({*seq.tokens, *draft.tokens})
+    column = {token: index for index, token in enumerate(tokens)}
+    counts = torch.tensor([output[token] for token in tokens], device=device).repeat(len(logits), 1)
+    for row, path in enumerate(paths(draft.parents)):
+        for node in path:
+            counts[row + 1, column[draft.tokens[node]]] += 1
+    ids = torch.tensor(tokens, device=device)
+    values = logits[:, ids]
     if params.repetition_penalty != 1:
-        seen = (counts > 0) | (prompt[None, :vocab] > 0)
+        prompt = set(seq.tokens[: seq.num_prompt_tokens])
+        seen = (counts > 0) | torch.tensor([token in prompt for token in tokens], device=device)
         penalty = params.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        values = torch.where(seen, torch.where(values > 0, values / penalty, values * penalty), values)
+    logits[:, ids] = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return logits
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Distribution:

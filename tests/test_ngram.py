@@ -130,9 +130,11 @@ def test_a_forgotten_sequence_leaves_nothing() -> None:
     assert drafter.propose([sequence([1, 2])], [3])[0].tokens == []
 
 
-@pytest.mark.parametrize(("min_n", "max_n"), [(0, 4), (-1, 2), (3, 2), (1, 65), (65, 65)])
-def test_options_out_of_range(min_n: int, max_n: int) -> None:
-    with pytest.raises(OptionError, match=f"min_n is {min_n} and max_n is {max_n}; they must satisfy 1 <= min_n"):
+@pytest.mark.parametrize(
+    ("min_n", "max_n"), [(0, 4), (-1, 2), (3, 2), (1, 65), (65, 65), (2.5, 4), ("2", 4), (1, None), (True, 2)]
+)
+def test_options_out_of_range(min_n: Any, max_n: Any) -> None:
+    with pytest.raises(OptionError, match=rf"min_n is {min_n!r}, max_n is {max_n!r}; .* 1 <= min_n"):
         NGramDrafter(min_n=min_n, max_n=max_n)
 
 

@@ -60,8 +60,11 @@ def test_commands_run(
     monkeypatch.setattr(sys, "argv", words)
     typed = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    cli.main()
-    assert capfd.readouterr().out.strip()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output = capfd.readouterr()
+    assert not ended.value.code, output.err
+    assert output.out.strip()
 
 
 def test_make_has_the_readmes_targets() -> None:
