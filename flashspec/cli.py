@@ -120,6 +120,8 @@ def generate(
         reply.run(text if raw else _conversation(engine, text, system), sampling)
     if as_json:
         print(json.dumps(reply.as_dict(), ensure_ascii=False))
+    if color_tokens:
+        screen.print(" ".join(f"[{color}]{kind}[/]" for kind, color in COLORS.items()))
     if stats:
         screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
     if reply.was_interrupted:

@@ -158,8 +158,11 @@ def joint(target: ToyTarget, prompt: list[int], params: SamplingParams, length: 
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("drafter", ["model", "ngram", "tree"])
-def test_sampled_output_has_the_targets_distribution(verification: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "others"), [("model", []), ("ngram", []), ("tree", []), ("model", [[3], [2, 2, 0, 1, 2]])]
+)
+def test_sampled_output_has_the_targets_distribution(verification: str, drafter: str, others: list[list[int]]) -> None:
+    """Alone, and as one row of a ragged batch."""
     vocab, length, runs = 4, 4, 800
     target = ToyTarget(vocab, scale=1.0, salt=1)
     made: Drafter = ModelDrafter(ToyTarget(vocab, scale=1.0, salt=2), vocab_size=vocab)
@@ -172,7 +175,7 @@ def test_sampled_output_has_the_targets_distribution(verification: str, drafter:
     counts = np.zeros([vocab] * length)
     for seed in range(runs):
         params = SamplingParams(max_tokens=length, seed=seed, verification=verification, **shape)  # type: ignore[arg-type]
-        counts[tuple(engine.generate([1, 0, 1], params).tokens)] += 1
+        counts[tuple(engine.generate([[1, 0, 1], *others], params)[0].tokens)] += 1
     expected = joint(target, [1, 0, 1], SamplingParams(max_tokens=length, **shape), length)  # type: ignore[arg-type]
     likely = expected > 3 / runs  # Pearson's test wants a few expected counts a cell: the rare ones become one cell
     cells = np.append(counts.reshape(-1)[likely], counts.reshape(-1)[~likely].sum())

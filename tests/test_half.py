@@ -43,6 +43,14 @@ def test_shapes_and_strides_of_the_input(kernel: Kernel) -> None:
     assert layer(torch.randn(0, 32)).shape == (0, 6)
 
 
+def test_a_prompt_in_and_out_of_inference_mode(kernel: Kernel) -> None:
+    half._buffer.cache_clear()
+    layer, x = HalfLinear(torch.randn(6, 32).bfloat16(), None, kernel), torch.randn(70, 32)
+    with torch.inference_mode():
+        inside = layer(x)
+    assert torch.equal(layer(x), inside)
+
+
 def test_only_weights_that_bfloat16_holds_are_halved(kernel: Kernel) -> None:
     exact = torch.randn(8, 16).bfloat16().float()
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8))

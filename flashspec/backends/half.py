@@ -15,8 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ class HalfLinear(nn.Module):
 
     def _widened(self, x: Tensor, y: Tensor) -> Tensor:
         size = max(WIDENED_NUMBERS // self.in_features, 1)
-        buffer = _buffer(size * self.in_features)
+        buffer = _buffer(size * self.in_features, threading.get_ident())
         for start in range(0, self.out_features, size):
             half = self.weight[start : start + size]
             wide = buffer[: half.numel()].view_as(half).copy_(half)
@@ -69,10 +70,11 @@ class HalfLinear(nn.Module):
         return y
 
 
-@cache
-def _buffer(numbers: int) -> Tensor:
-    """Reused, because fresh memory is paid for page by page. [numbers] float32"""
-    return torch.empty(numbers)
+@lru_cache(maxsize=64)
+def _buffer(numbers: int, thread: int) -> Tensor:
+    """[numbers] float32, one for each thread. Reused, because fresh memory is paid for page by page."""
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
+        return torch.empty(numbers)
 
 
 def halved(weight: Tensor) -> Tensor | None:
