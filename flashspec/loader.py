@@ -104,14 +104,15 @@ def load(
         load_model,
         device=device,
         dtype=dtype,
+        pack=pack,
         trust_remote_code=trust_remote_code,
         self_test=self_test,
         progress=progress,
     )
-    loaded = make(model, pack=pack)
+    loaded = make(model)
     small = None
     if kind is not None and kind.needs_draft:
-        small = make(draft, pack=pack, is_draft=True)
+        small = make(draft, is_draft=True)
     elif draft is not None:
         logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
