@@ -1,14 +1,10 @@
-"""The command line: generate, chat, bench. Flags only; the work is done elsewhere.
-
-Text goes to stdout as it comes; everything else (spinners, statistics, errors) goes to stderr.
-"""
+"""generate and chat. Text goes to stdout as it comes; spinners, statistics and errors go to stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,56 +12,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.text import Text
 
-import flashspec
-from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings, Verification
+from flashspec.cli.options import (
+    DEFAULTS,
+    ColorTokens,
+    Device,
+    DrafterName,
+    DraftLength,
+    DraftModel,
+    Dtype,
+    FrequencyPenalty,
+    IgnoreEos,
+    MaxTokens,
+    MinP,
+    Model,
+    Pack,
+    PresencePenalty,
+    RepetitionPenalty,
+    Rule,
+    Seed,
+    SelfTest,
+    Stats,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+    Verbose,
+    app,
+    screen,
+    set_up_logging,
+)
+from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 
 if TYPE_CHECKING:
     from flashspec.engine import LocalEngine
 
-app = typer.Typer(
-    help="Lossless speculative decoding: the same text, sooner.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-screen = Console(stderr=True, highlight=False)
 COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
-DEFAULTS = SamplingParams()
-
-
-# One option, one line: the commands share these.
-Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
-DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model of the same vocabulary.")]
-DrafterName = Annotated[
-    str | None, typer.Option("--drafter", help="none, ngram or model. Default: model with --draft, else ngram.")
-]
-DraftLength = Annotated[int | None, typer.Option("--num-speculative-tokens", help="The longest draft.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option()]
-TopK = Annotated[int, typer.Option(help="0: all.")]
-MinP = Annotated[float, typer.Option()]
-RepetitionPenalty = Annotated[float, typer.Option()]
-PresencePenalty = Annotated[float, typer.Option()]
-FrequencyPenalty = Annotated[float, typer.Option()]
-Seed = Annotated[int | None, typer.Option(help="The same text again, whatever the drafter.")]
-MaxTokens = Annotated[int, typer.Option()]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
-Rule = Annotated[Verification, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Faster linear layers (CPU, float32).")]
-SelfTest = Annotated[bool, typer.Option("--self-test", help="Compare rolled-back logits with plain ones first.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
-Stats = Annotated[bool, typer.Option("--stats", help="End with acceptance, speed and where the time went.")]
-ColorTokens = Annotated[bool, typer.Option("--color-tokens", help="Accepted, recovered and bonus tokens in colours.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which dtype, device and model was chosen.")]
-System = Annotated[str | None, typer.Option(help="System message.")]
 
 
 @app.command()
@@ -102,7 +89,7 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Generate text. Instruction models get the prompt through their chat template (see --raw)."""
-    _logging(verbose)
+    set_up_logging(verbose)
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed, max_tokens=max_tokens,
@@ -151,7 +138,7 @@ def chat(
     verbose: Verbose = False,
 ) -> None:
     """A conversation in the terminal. /clear starts anew, /exit or Ctrl-D ends, Ctrl-C cuts a reply short."""
-    _logging(verbose)
+    set_up_logging(verbose)
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         seed=seed, max_tokens=max_tokens,
@@ -178,52 +165,6 @@ def chat(
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply.text}]
         if stats:
             screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
-
-
-@app.command()
-def bench(
-    prompts: Annotated[list[Path], typer.Option(help="JSON lines with messages or prompt; may be repeated.")],
-    model: Model = None,
-    draft: DraftModel = None,
-    drafters: Annotated[str, typer.Option(help="Comma-separated; none is always measured.")] = "none,ngram",
-    num_speculative_tokens: DraftLength = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 4,
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = DEFAULTS.temperature,
-    hf: Annotated[bool, typer.Option("--hf", help="Measure Transformers' own ways in the same run.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    pack: Pack = True,
-    trust_remote_code: TrustRemoteCode = False,
-    verbose: Verbose = False,
-) -> None:
-    """Measure drafters against plain decoding in one interleaved run. The last line of stdout is JSON."""
-    from flashspec.bench import BenchOptions, run_bench
-
-    _logging(verbose)
-    options = BenchOptions(
-        model=model, draft=draft, drafters=[name.strip() for name in drafters.split(",") if name.strip()],
-        num_speculative_tokens=num_speculative_tokens, prompts=prompts, limit=limit, max_tokens=max_tokens,
-        temperature=temperature, hf=hf, device=device, dtype=dtype, pack=pack, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    run_bench(options, screen)
-
-
-def main() -> None:
-    """Entry point: a user's mistake is one line on stderr and exit code 2."""
-    for stream in (sys.stdout, sys.stderr, sys.stdin):
-        with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    try:
-        app()
-    except FlashSpecError as error:
-        screen.print(f"[bold red]flashspec:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(2) from None
-    except OSError as error:  # a full disk, say; a reader that has gone is Typer's to handle
-        screen.print(f"[bold red]flashspec:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 # pieces
@@ -374,22 +315,3 @@ def _lines() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _logging(verbose: bool) -> None:
-    handler = RichHandler(console=screen, show_time=False, show_path=False, markup=False)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
-    logging.getLogger("flashspec").setLevel(logging.INFO if verbose else logging.WARNING)
-
-
-@app.callback(invoke_without_command=True)
-def version(
-    show: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
-) -> None:
-    if show:
-        print(f"flashspec {flashspec.__version__}")
-        raise typer.Exit
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,57 @@
+"""What the commands share: the application, the screen, and each option once, with its help."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from flashspec.core import SamplingParams, Verification
+
+app = typer.Typer(
+    help="Lossless speculative decoding: the same text, sooner.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+screen = Console(stderr=True, highlight=False)
+DEFAULTS = SamplingParams()
+
+
+# One option, one line: the commands share these.
+Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
+DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model of the same vocabulary.")]
+DrafterName = Annotated[
+    str | None, typer.Option("--drafter", help="none, ngram or model. Default: model with --draft, else ngram.")
+]
+DraftLength = Annotated[int | None, typer.Option("--num-speculative-tokens", help="The longest draft.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option()]
+TopK = Annotated[int, typer.Option(help="0: all.")]
+MinP = Annotated[float, typer.Option()]
+RepetitionPenalty = Annotated[float, typer.Option()]
+PresencePenalty = Annotated[float, typer.Option()]
+FrequencyPenalty = Annotated[float, typer.Option()]
+Seed = Annotated[int | None, typer.Option(help="The same text again, whatever the drafter.")]
+MaxTokens = Annotated[int, typer.Option()]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")]
+Rule = Annotated[Verification, typer.Option(help="auto: coupled where there is a seed, else rejection.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Pack = Annotated[bool, typer.Option("--pack/--no-pack", help="Faster linear layers (CPU, float32).")]
+SelfTest = Annotated[bool, typer.Option("--self-test", help="Compare rolled-back logits with plain ones first.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
+Stats = Annotated[bool, typer.Option("--stats", help="End with acceptance, speed and where the time went.")]
+ColorTokens = Annotated[bool, typer.Option("--color-tokens", help="Accepted, recovered and bonus tokens in colours.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which dtype, device and model was chosen.")]
+System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+def set_up_logging(verbose: bool) -> None:
+    handler = RichHandler(console=screen, show_time=False, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
+    logging.getLogger("flashspec").setLevel(logging.INFO if verbose else logging.WARNING)
