@@ -18,11 +18,15 @@ LAYERS = [
     ["verify"],
     ["cache", "text"],
     ["drafters", "backends"],
-    ["controller", "scheduler"],
+    ["costs"],
+    ["controller"],
+    ["scheduler"],
     ["engine"],
     ["metrics", "planner"],
     ["loader"],
-    ["server", "bench"],
+    ["doctor"],
+    ["server", "report"],
+    ["bench"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
