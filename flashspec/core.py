@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -199,10 +199,18 @@ class Draft:
     parents: list[int]  # [n], parents[i] < i
     probs: torch.Tensor | None = None  # [n, vocab]
     drafter: str = "none"
+    confidences: list[float] | None = None  # [n], 0 to 1: how sure the drafter is, before it knows what it draws
 
     @classmethod
-    def chain(cls, tokens: Seq[int], *, probs: torch.Tensor | None = None, drafter: str = "none") -> Draft:
-        return cls(list(tokens), list(range(-1, len(tokens) - 1)), probs, drafter)
+    def chain(
+        cls,
+        tokens: Seq[int],
+        *,
+        probs: torch.Tensor | None = None,
+        drafter: str = "none",
+        confidences: list[float] | None = None,
+    ) -> Draft:
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), probs, drafter, confidences)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -268,26 +276,42 @@ class SpecStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_reached_per_pos: list[int] = field(default_factory=list)  # drafted there, and all before it accepted
     num_steps: int = 0
     num_emitted_tokens: int = 0
+    draft_lengths: dict[str, int] = field(default_factory=dict)  # steps by length of their draft
+    no_draft: dict[str, int] = field(default_factory=dict)  # steps without a draft by reason
+
+    def record_step(self, draft_length: int, reason: str) -> None:
+        """Count a step; ``reason`` says why it had no draft, if it had none."""
+        self.num_steps += 1
+        self.draft_lengths[str(draft_length)] = self.draft_lengths.get(str(draft_length), 0) + 1
+        if draft_length == 0:
+            self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
-        missing = num_accepted - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos.extend([0] * missing)
-        for position in range(num_accepted):
-            self.num_accepted_tokens_per_pos[position] += 1
+        _count(self.num_accepted_tokens_per_pos, [1] * num_accepted)
+        _count(self.num_reached_per_pos, [1] * min(num_accepted + 1, num_draft_tokens))
 
     def merge(self, other: SpecStats) -> None:
         """Add the counts of ``other`` to these."""
-        for name in (f.name for f in fields(self) if f.name != "num_accepted_tokens_per_pos"):
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_steps", "num_emitted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        mine.extend([0] * (len(theirs) - len(mine)))
-        for position, count in enumerate(theirs):
-            mine[position] += count
+        for counts, more in ((self.draft_lengths, other.draft_lengths), (self.no_draft, other.no_draft)):
+            for key, count in more.items():
+                counts[key] = counts.get(key, 0) + count
+        _count(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
+        _count(self.num_reached_per_pos, other.num_reached_per_pos)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """The rate of each position, over the drafts in which all before it were accepted."""
+        accepted = self.num_accepted_tokens_per_pos
+        accepted = accepted + [0] * (len(self.num_reached_per_pos) - len(accepted))
+        return [hit / tried for hit, tried in zip(accepted, self.num_reached_per_pos, strict=True)]
 
     @property
     def acceptance_rate(self) -> float:
@@ -298,6 +322,13 @@ class SpecStats:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / drafts, the bonus or recovered token included; 1 when nothing was drafted."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+def _count(counts: list[int], more: Seq[int]) -> None:
+    """Add ``more`` to ``counts``, position by position."""
+    counts.extend([0] * (len(more) - len(counts)))
+    for position, count in enumerate(more):
+        counts[position] += count
 
 
 @dataclass(slots=True)
@@ -331,6 +362,18 @@ class Timings:
         return self.num_output_tokens / self.total if self.total > 0 else 0.0
 
 
+class StoppingRule(Protocol):
+    """Whether one more guess is worth its cost; the controller's answer to a drafter that asks."""
+
+    def worth(self, seq: Sequence, confidences: Seq[float | None]) -> bool:
+        """Whether to draft a guess, given the confidences of those before it and, last, its own.
+
+        None: not known yet. Lossless as long as the confidences are functions of the prefix, never of a token drawn
+        and then left out.
+        """
+        ...
+
+
 class Drafter(Protocol):
     """A way to guess. Subclass it, give it a name and write ``propose``; the rest has defaults.
 
@@ -339,10 +382,15 @@ class Drafter(Protocol):
 
     name: str = "drafter"
     needs_hidden: bool = False  # whether ``observe`` wants ``Score.hidden``
+    rule: StoppingRule | None = None  # set by an engine that chooses the draft length; asking it is optional
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft of at most ``budgets[i]`` nodes for each sequence; an empty draft is ordinary decoding."""
         ...
+
+    def backlog(self, seq: Sequence) -> int:
+        """Tokens that it would have to read before it can guess for ``seq``; 0 where that costs nothing."""
+        return 0
 
     def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
         """See what became of the drafts; ``seq.tokens`` already holds the committed tokens."""

@@ -11,6 +11,7 @@ from typing import overload
 
 import torch
 
+from flashspec.controller import FREE_READING, Controller
 from flashspec.core import (
     EMPTY,
     Chunk,
@@ -47,6 +48,16 @@ class Result:
     timings: Timings
     kinds: list[TokenKind]
     logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a step sets out to do."""
+
+    seqs: list[Sequence]
+    budgets: list[int]  # draft tokens for each
+    backlogs: list[int]  # what the drafter had to read for each first
+    has_prompt: bool  # its times are not those of a decode step
 
 
 @dataclass(slots=True)
@@ -99,7 +110,7 @@ class LocalEngine:
         target: the model served.
         drafter: None for ordinary decoding.
         tokenizer: None if prompts are token ids only; then there are no texts and no stop strings.
-        num_speculative_tokens: the longest draft; 0 is ordinary decoding.
+        num_speculative_tokens: the longest draft, 0 is ordinary decoding; or a Controller, which chooses at each step.
         max_batch: sequences that run at once; the others wait.
     """
 
@@ -109,17 +120,21 @@ class LocalEngine:
         drafter: Drafter | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        num_speculative_tokens: int = 5,
+        num_speculative_tokens: int | Controller = 5,
         max_batch: int = 16,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
+        self.controller = None if isinstance(num_speculative_tokens, int) else num_speculative_tokens
+        longest = num_speculative_tokens if self.controller is None else self.controller.max_tokens
         self.scheduler = Scheduler(
             max_batch=max_batch,
-            num_speculative_tokens=num_speculative_tokens if drafter is not None else 0,
+            num_speculative_tokens=longest if drafter is not None else 0,  # type: ignore[arg-type]
             max_length=target.max_length,
         )
+        if drafter is not None:
+            drafter.rule = self.controller
         self._requests: dict[str, _Request] = {}
         self._stats = SpecStats()
 
@@ -158,11 +173,12 @@ class LocalEngine:
         A request that cannot go on (its logits are not finite, say) ends alone, with ``abort``; its reader gets the
         error.
         """
-        seqs, budgets = self.scheduler.schedule()
+        seqs, limits = self.scheduler.schedule()
         if not seqs:
             return []
         started = time.perf_counter()
-        drafts = self._propose(seqs, budgets)
+        work = self._plan(seqs, limits)
+        drafts = self._propose(seqs, work.budgets)
         drafted = time.perf_counter()
         scores = self.target.score(seqs, drafts, hidden=self.drafter is not None and self.drafter.needs_hidden)
         scored = time.perf_counter()
@@ -171,7 +187,9 @@ class LocalEngine:
             verdicts = [self._settle(*each, chunks) for each in zip(seqs, drafts, scores, strict=True)]
             if self.drafter is not None:
                 self.drafter.observe(seqs, drafts, verdicts, scores)
-            self._record(seqs, chunks, (started, drafted, scored, time.perf_counter()))
+            times = (started, drafted, scored, time.perf_counter())
+            self._record(seqs, chunks, times)
+            self._learn(work, drafts, verdicts, times)
         except BaseException:
             for seq in seqs[len(chunks) :]:  # they will be scored again
                 self.target.rewind(seq, len(seq) - 1)
@@ -259,6 +277,29 @@ class LocalEngine:
 
     # parts of a step
 
+    def _plan(self, seqs: list[Sequence], limits: list[int]) -> _Work:
+        """The draft lengths of this step, and what is remembered of it for the controller."""
+        has_prompt = any(seq.num_output_tokens == 0 for seq in seqs)
+        if self.controller is None or self.drafter is None:
+            return _Work(seqs, limits, [0] * len(seqs), has_prompt)
+        backlogs = [self.drafter.backlog(seq) for seq in seqs]
+        return _Work(seqs, self.controller.budgets(seqs, limits, backlogs), backlogs, has_prompt)
+
+    def _learn(
+        self, work: _Work, drafts: list[Draft], verdicts: list[Verdict], times: tuple[float, float, float, float]
+    ) -> None:
+        for seq, budget, draft, verdict in zip(work.seqs, work.budgets, drafts, verdicts, strict=True):
+            self._count_step(seq, budget, draft)
+            if self.controller is not None:
+                self.controller.observe(seq, budget, draft, len(verdict.accepted))
+        if self.controller is None or work.has_prompt:
+            return
+        started, drafted, scored, now = times
+        width, asked = 1 + max(map(len, drafts)), sum(budget > 0 for budget in work.budgets)
+        self.controller.costs.observe(width, len(drafts), forward=scored - drafted, settling=now - scored)
+        if width > 1 and max(work.backlogs) <= FREE_READING:
+            self.controller.costs.observe_draft(width - 1, asked, drafted - started)
+
     def _propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         if self.drafter is None or not any(budgets):
             return [EMPTY] * len(seqs)
@@ -342,10 +383,20 @@ class LocalEngine:
         num_accepted = chunk.kinds.count("accepted")
         is_cut = len(chunk.tokens) <= len(verdict.accepted)  # what lies behind an end was never up for acceptance
         for stats in (self._requests[seq.id].stats, self._stats):
-            stats.num_steps += 1
             stats.num_emitted_tokens += len(chunk.tokens)
             if len(draft):
                 stats.record(num_accepted if is_cut else len(draft), num_accepted)
+
+    def _count_step(self, seq: Sequence, budget: int, draft: Draft) -> None:
+        reason = "the drafter had no guess worth trying"
+        if self.drafter is None:
+            reason = "there is no drafter"
+        elif budget == 0:
+            is_first = seq.num_output_tokens <= 1
+            reason = "the first token" if is_first else "the last token"
+            reason = (self.controller.reason(seq) if self.controller is not None else "") or reason
+        for stats in (self._requests[seq.id].stats, self._stats):
+            stats.record_step(len(draft), reason)
 
     def _record(self, seqs: list[Sequence], chunks: list[Chunk], times: tuple[float, float, float, float]) -> None:
         started, drafted, scored, now = times

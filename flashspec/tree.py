@@ -36,4 +36,5 @@ def prefix(draft: Draft, length: int) -> Draft:
     if len(draft) <= length:
         return draft
     probs = None if draft.probs is None else draft.probs[:length]
-    return Draft(draft.tokens[:length], draft.parents[:length], probs, draft.drafter)
+    confidences = None if draft.confidences is None else draft.confidences[:length]
+    return Draft(draft.tokens[:length], draft.parents[:length], probs, draft.drafter, confidences)

@@ -25,6 +25,7 @@ class _Shadow:
     sequence: Sequence
     num_committed: int = 0  # tokens known to be the real sequence's
     probs: list[Tensor] = field(default_factory=list)  # of this round's guesses, [vocab] each
+    confidences: list[float] = field(default_factory=list)
 
 
 class ModelDrafter(Drafter):
@@ -56,8 +57,13 @@ class ModelDrafter(Drafter):
             batch = [shadows[i].sequence for i in live]
             scores = self.target.score(batch, [EMPTY] * len(batch))
             guessed = [i for i, score in zip(live, scores, strict=True) if self._guess(shadows[i], score.logits)]
-            live = [i for i in guessed if self._goes_on(shadows[i], lengths[i])]
+            live = [i for i in guessed if self._goes_on(shadows[i], seqs[i], lengths[i])]
         return [self._draft(shadows.get(i)) for i in range(len(seqs))]
+
+    def backlog(self, seq: Sequence) -> int:
+        """Committed tokens that the draft model has not seen."""
+        shadow = self._shadows.get(seq.id)
+        return len(seq) - (shadow.num_committed if shadow is not None else 0)
 
     def forget(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq.id, None)
@@ -78,6 +84,7 @@ class ModelDrafter(Drafter):
         mine[common:] = true[common:]
         shadow.num_committed = len(true)
         shadow.probs.clear()
+        shadow.confidences.clear()
         return shadow
 
     def _guess(self, shadow: _Shadow, logits: Tensor) -> bool:
@@ -89,6 +96,8 @@ class ModelDrafter(Drafter):
         except ModelError as error:
             logger.warning("the draft model cannot guess here, so nothing is drafted: %s", error)
             return False
+        if self.rule is not None:
+            shadow.confidences.append(_confidence(logits, q, seq))
         if seq.sampling.is_greedy:
             token = q.greedy_tokens()[0]
         elif seq.sampling.verification_rule == "coupled":
@@ -103,16 +112,27 @@ class ModelDrafter(Drafter):
         shadow.probs.append(q.dense()[0])
         return token
 
-    def _goes_on(self, shadow: _Shadow, length: int) -> bool:
-        seq = shadow.sequence
+    def _goes_on(self, shadow: _Shadow, seq: Sequence, length: int) -> bool:
+        mine = shadow.sequence
         # the last guess is in the draft whatever it is; that nothing can follow it is a fact of the prefix
-        return len(seq) - shadow.num_committed < length and seq.tokens[-1] not in seq.eos_tokens
+        if len(mine) - shadow.num_committed >= length or mine.tokens[-1] in mine.eos_tokens:
+            return False
+        return self.rule is None or self.rule.worth(seq, [*shadow.confidences, None])
 
     def _draft(self, shadow: _Shadow | None) -> Draft:
         if shadow is None:
             return EMPTY
         probs = torch.stack(shadow.probs) if shadow.probs else None
-        return Draft.chain(shadow.sequence.tokens[shadow.num_committed :], probs=probs, drafter=self.name)
+        tokens = shadow.sequence.tokens[shadow.num_committed :]
+        return Draft.chain(tokens, probs=probs, drafter=self.name, confidences=list(shadow.confidences) or None)
+
+
+def _confidence(logits: Tensor, q: Distribution, seq: Sequence) -> float:
+    """The largest probability: of q, or, where q is one-hot, of the draft model's own distribution."""
+    if not seq.sampling.is_greedy:
+        return float(q.probs.max())
+    row = logits[-1]
+    return float((row.max() - torch.logsumexp(row, -1)).exp())
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:

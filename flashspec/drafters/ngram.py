@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 from flashspec.core import Draft, Drafter, Sequence
 from flashspec.errors import OptionError
 
+LONGEST = 32  # a longer match is no surer
+
 
 class NGramIndex:
     """Latest end of every n-gram of min_n to max_n tokens that something follows. O(max_n - min_n + 1) a token."""
@@ -45,6 +47,16 @@ class NGramIndex:
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
 
+    def match_length(self) -> int:
+        """Tokens before the match that agree with the end of the text, up to ``LONGEST``; 0 without a match."""
+        start = self.match()
+        if start is None:
+            return 0
+        n = 0
+        while n < min(start, LONGEST) and self.tokens[start - 1 - n] == self.tokens[-1 - n]:
+            n += 1
+        return n
+
 
 class NGramDrafter(Drafter):
     """Longest match first between ``min_n`` and ``max_n`` tokens, the most recent occurrence; nothing otherwise."""
@@ -68,8 +80,13 @@ class NGramDrafter(Drafter):
         if index is None:
             index = self._indices[seq.id] = NGramIndex(min_n=self.min_n, max_n=self.max_n)
         index.extend(seq.tokens[len(index.tokens) :])
-        tokens = index.continuation(budget) if budget > 0 else []
-        return Draft.chain(until_eos(tokens, seq.eos_tokens), drafter=self.name)
+        tokens = until_eos(index.continuation(budget) if budget > 0 else [], seq.eos_tokens)
+        if self.rule is None or not tokens:
+            return Draft.chain(tokens, drafter=self.name)
+        length = index.match_length()  # grows by one with each guess that holds
+        confidences = [1 - 1 / (1 + length + i) for i in range(len(tokens))]
+        worth = next((i for i in range(len(tokens)) if not self.rule.worth(seq, confidences[: i + 1])), len(tokens))
+        return Draft.chain(tokens[:worth], drafter=self.name, confidences=confidences[:worth])
 
 
 def until_eos(tokens: list[int], eos_tokens: frozenset[int]) -> list[int]:

@@ -1,0 +1,351 @@
+"""How far to draft: what a step costs on this machine against how often guesses hold on this text.
+
+G(k) = (1 + s_1 + ... + s_k) / (cost(k + 1) + draft(k)), s_i the chance that the first i guesses are all accepted;
+G(0) = 1 / cost(1). The best k is chosen for every step, 0 included. Within a draft, a drafter that knows how sure
+it is asks before each guess whether one more is worth its cost.
+
+Lossless: the choice looks at earlier verdicts, at the clock and at confidences, which are functions of the prefix;
+never at a token that was drawn and may then be left out.
+
+Sources: G(k) is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066); stopping by confidence is as in
+SpecDec++ (Huang et al. 2024, arXiv 2405.19715), with a calibration learned while running in place of a trained head.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from flashspec.core import Draft, Sequence
+from flashspec.costs import CostCurve
+
+AUTO = "auto"
+MAX_TOKENS = 16  # the longest draft that ``auto`` considers
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+OWN_DECAY = 0.95  # of what a sequence has shown, for each further draft: texts change
+ALL_DECAY = 0.99  # of what all sequences have shown
+PRIOR_RATE = 0.7  # acceptance before anything was seen
+PRIOR_DRAFTS = 3.0  # what is known from elsewhere counts as much as so many drafts
+PROBE_EVERY = 32  # steps without a draft before one is tried again
+PROBE_SHARE = 0.02  # of the time, at most, for such trials
+TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
+MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
+FREE_READING = 4  # tokens that a drafter catches up with in any case
+LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
+
+
+class Rates:
+    """Decayed counts by position. A draft that failed at i says nothing about the positions behind i."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.tried: list[float] = []
+        self.hit: list[float] = []
+
+    def observe(self, hits: int, limit: int, *, decay: float | None = None) -> None:
+        """The first ``hits`` positions held, and the next one did not, unless it lies behind ``limit``."""
+        seen = min(hits + 1, limit)
+        for counts in (self.tried, self.hit):
+            counts[:] = [count * (decay or self.decay) for count in counts] + [0.0] * (seen - len(counts))
+        for i in range(seen):
+            self.tried[i] += 1
+            self.hit[i] += i < hits
+
+    def estimate(self, count: int, prior: Seq[float]) -> list[float]:
+        """The rate of each position, given that those before it held.
+
+        ``prior`` gives the shape (how the rate changes from one position to the next), the counts give the level,
+        so that what the first positions show is expected of the later ones too.
+        """
+        found: list[float] = []
+        for i in range(count):
+            expected = prior[i] if i == 0 else min(found[-1] * prior[i] / max(prior[i - 1], 1e-3), 1.0)
+            tried, hit = (self.tried[i], self.hit[i]) if i < len(self.tried) else (0.0, 0.0)
+            found.append((hit + PRIOR_DRAFTS * expected) / (tried + PRIOR_DRAFTS))
+        return found
+
+
+@dataclass(slots=True)
+class _Level:
+    """How often guesses of one class of confidence were accepted."""
+
+    tried: float = 0.0
+    hit: float = 0.0
+    num_refused: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one sequence."""
+
+    accepted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # acceptance, of what the rules let be drafted
+    drafted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # how far drafts go
+    tried: float = 0.0  # drafted guesses reached, for the level of this text
+    hit: float = 0.0
+    expected: float = 0.0  # hits, by the confidences
+    num_idle: int = 0  # steps since the last draft
+    wait: int = PROBE_EVERY
+    is_probing: bool = False
+    reason: str = ""
+    goal: tuple[float, int, int] = (0.0, 1, 1)  # tokens a second to beat, rows of the batch, rows that draft
+
+
+class StepCosts:
+    """Seconds of the parts of a step: measured beforehand, corrected by what steps really take.
+
+    Args:
+        target: of the target's forward.
+        draft: of the draft model's; None where a draft costs next to nothing.
+    """
+
+    def __init__(self, target: CostCurve, draft: CostCurve | None = None) -> None:
+        self.target, self.draft_model = target, draft
+        self.scale = 1.0  # seconds now over seconds when the curves were measured
+        self.sampling = 0.0  # for each scored position
+        self.extra = 0.0  # for each draft token, beyond the draft model's forward
+        self._ratios: deque[float] = deque(maxlen=9)
+
+    def step(self, width: int, rows: int = 1) -> float:
+        """Scoring and settling ``rows`` rows of ``width`` positions."""
+        return self.target(width, rows) * self.scale + self.sampling * width * rows
+
+    def draft(self, k: int, rows: int = 1) -> float:
+        """Drafting k tokens for each of some rows."""
+        model = self.draft_model(1, rows) * self.scale if self.draft_model and k else 0.0
+        return max(model + self.extra, 0.0) * k
+
+    def reading(self, tokens: int) -> float:
+        """What a drafter has to read before it can guess."""
+        if self.draft_model is None or tokens <= FREE_READING:
+            return 0.0
+        return (self.draft_model(tokens) - self.draft_model(1)) * self.scale
+
+    def observe(self, width: int, rows: int, *, forward: float, settling: float) -> None:
+        self._ratios.append(forward / self.target(width, rows))
+        self.scale = statistics.median(self._ratios)
+        self.sampling += 0.1 * (settling / (width * rows) - self.sampling)
+
+    def observe_draft(self, k: int, rows: int, seconds: float) -> None:
+        model = self.draft_model(1, rows) * self.scale if self.draft_model else 0.0
+        self.extra += 0.1 * (seconds / k - model - self.extra)
+
+
+class Controller:
+    """The draft lengths of a step; also the drafter's StoppingRule.
+
+    Args:
+        cost: of the target's forward.
+        draft_cost: of the draft model's, None if there is none.
+        max_tokens: the longest draft.
+    """
+
+    def __init__(self, cost: CostCurve, draft_cost: CostCurve | None = None, *, max_tokens: int = MAX_TOKENS) -> None:
+        self.costs = StepCosts(cost, draft_cost)
+        self.max_tokens = max_tokens
+        self._accepted, self._drafted = Rates(ALL_DECAY), Rates(ALL_DECAY)
+        self._levels = [_Level() for _ in range(len(LEVELS) + 1)]
+        self._total = _Level()
+        self._states: dict[str, _State] = {}
+        self._typical_output = float(TYPICAL_OUTPUT)
+
+    # before drafting
+
+    def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
+        """The longest draft of each sequence.
+
+        Args:
+            limits: draft tokens that could still be emitted.
+            backlogs: tokens that the drafter would have to read first.
+        """
+        rows = len(seqs)
+        outlooks = [self._outlook(*each, rows) for each in zip(seqs, limits, backlogs, strict=True)]
+        k, chosen, rate = self._best(outlooks)
+        budgets = []
+        for i, (seq, limit, backlog) in enumerate(zip(seqs, limits, backlogs, strict=True)):
+            state = self._states[seq.id]
+            budget = min(k, limit) if i in chosen else self._probe(state, limit, backlog, rows)
+            state.goal = (rate, rows, max(len(chosen), 1))
+            state.num_idle = 0 if budget else state.num_idle + (limit > 0)
+            state.wait = PROBE_EVERY if i in chosen else state.wait
+            state.is_probing = state.is_probing and i not in chosen
+            budgets.append(budget)
+        return budgets
+
+    def worth(self, seq: Sequence, confidences: Seq[float | None]) -> bool:
+        """See ``core.StoppingRule``: the gain of one more guess against the rate at which tokens come otherwise."""
+        state = self._states.get(seq.id)
+        if state is None or (state.is_probing and len(confidences) == 1):
+            return True
+        chance = math.prod(self._chance(state, confidence) for confidence in confidences)
+        rate, rows, drafting = state.goal
+        n = len(confidences)
+        wider = self.costs.step(n + 1, rows) - self.costs.step(n, rows)
+        longer = self.costs.draft(n, drafting) - self.costs.draft(n - 1, drafting)
+        is_worth = chance >= rate * (wider + longer) / drafting
+        return is_worth or self._try_anyway(confidences)
+
+    def reason(self, seq: Sequence) -> str:
+        """Why the sequence's last budget was 0."""
+        state = self._states.get(seq.id)
+        return state.reason if state is not None else ""
+
+    # afterwards
+
+    def observe(self, seq: Sequence, budget: int, draft: Draft, num_accepted: int) -> None:
+        """What became of a draft; an empty one for a budget is news as well."""
+        if budget == 0:
+            return
+        state = self._states.setdefault(seq.id, _State())
+        decay = 0.5 if state.is_probing else None  # what was true before the break counts less
+        state.accepted.observe(num_accepted, budget, decay=decay)
+        state.drafted.observe(len(draft), budget, decay=decay)
+        self._accepted.observe(num_accepted, budget)
+        self._drafted.observe(len(draft), budget)
+        if state.is_probing:
+            state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
+        self._calibrate(state, draft, num_accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a finished sequence; what it taught about all of them stays."""
+        state = self._states.pop(seq.id, None)
+        if state is None or not seq.num_output_tokens:
+            return
+        self._typical_output += 0.1 * (seq.num_output_tokens - self._typical_output)
+        if not state.drafted.tried:
+            self._fade()
+
+    # parts of a choice
+
+    def _outlook(self, seq: Sequence, limit: int, backlog: int, rows: int) -> _Outlook:
+        """What drafts for a sequence would bring; nothing where drafting is not to be considered."""
+        state = self._states.setdefault(seq.id, _State())
+        count = min(limit, self.max_tokens)
+        if count <= 0:
+            state.reason = "the last token" if seq.num_output_tokens else "the first token"
+            return _Outlook([], [])
+        rates = state.accepted.estimate(count, self._accepted.estimate(count, [PRIOR_RATE] * count))
+        lengths = state.drafted.estimate(count, self._drafted.estimate(count, [1.0] * count))
+        outlook = _Outlook(_products(rates), _products(lengths))
+        state.reason = "guesses hold too rarely for what they cost"
+        if reading := self.costs.reading(backlog):
+            _, chosen, rate = self._best([outlook] + [_Outlook([], [])] * (rows - 1))
+            left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
+            saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
+            if chosen and saved <= reading:
+                state.reason = "reading the text so far would cost the draft model more than it saves"
+                return _Outlook([], [])
+        return outlook
+
+    def _best(self, outlooks: Seq[_Outlook]) -> tuple[int, set[int], float]:
+        """The k, the sequences that draft and the tokens a second, all rows together.
+
+        The rows of a forward are padded to the longest draft: width is paid for by all, so one k is chosen for the
+        batch, and the sequences whose drafts bring most use it.
+        """
+        rows = len(outlooks)
+        plain = self.costs.step(1, rows)
+        best: tuple[int, set[int], float] = (0, set(), rows / plain)
+        steps = [plain]
+        for k in LENGTHS:
+            gains = sorted(((o.gain(k), i) for i, o in enumerate(outlooks) if o.survival), reverse=True)
+            if not gains or k > self.max_tokens:
+                break
+            steps += [self.costs.step(width + 1, rows) for width in range(len(steps), k + 1)]
+            for count in _halvings(len(gains)):
+                chosen = {i for _, i in gains[:count]}
+                gain = sum(gain for gain, _ in gains[:count])
+                seconds = self._seconds(k, [outlooks[i] for i in chosen], steps)
+                rate = (rows + gain) / seconds
+                if rate > best[2] and gain > MARGIN * rows * (seconds / plain - 1):
+                    best = (k, chosen, rate)
+        return best
+
+    def _seconds(self, k: int, outlooks: Seq[_Outlook], steps: Seq[float]) -> float:
+        """Of a step, by how long the longest of its drafts is likely to be."""
+        seconds, before = 0.0, 1.0
+        for length in range(1, k + 2):  # drafts of length - 1 at most
+            shorter = 1.0 if length > k else math.prod(1 - outlook.reach(length) for outlook in outlooks)
+            seconds += (shorter - (1 - before)) * steps[length - 1]
+            before = 1 - shorter
+        drafting = sum(max(outlook.reach(length) for outlook in outlooks) for length in range(1, k + 1))
+        return seconds + drafting * self.costs.draft(1, len(outlooks))
+
+    def _probe(self, state: _State, limit: int, backlog: int, rows: int) -> int:
+        """One draft token now and then where drafting does not pay, so that it can come back."""
+        plain = self.costs.step(1, rows)
+        price = self.costs.reading(backlog) + self.costs.draft(1) + self.costs.step(2, rows) - plain
+        is_due = state.num_idle >= state.wait
+        state.is_probing = limit > 0 and is_due and (state.wait == 0 or price <= PROBE_SHARE * state.num_idle * plain)
+        return int(state.is_probing)
+
+    # confidence
+
+    def _chance(self, state: _State, confidence: float | None) -> float:
+        """That a guess is accepted, given that those before it were."""
+        mean = (self._total.hit + PRIOR_DRAFTS * PRIOR_RATE) / (self._total.tried + PRIOR_DRAFTS)
+        if confidence is None:
+            return (state.hit + PRIOR_DRAFTS * mean) / (state.tried + PRIOR_DRAFTS)
+        level = self._levels[bisect_right(LEVELS, confidence)]
+        rate = (level.hit + PRIOR_DRAFTS * mean) / (level.tried + PRIOR_DRAFTS)
+        return min(rate * (state.hit + PRIOR_DRAFTS) / (state.expected + PRIOR_DRAFTS), 1.0)
+
+    def _calibrate(self, state: _State, draft: Draft, num_accepted: int) -> None:
+        confidences = draft.confidences or [0.0] * len(draft)
+        for i, confidence in enumerate(confidences[: num_accepted + 1]):
+            level = self._levels[bisect_right(LEVELS, confidence)]
+            before = (level.hit + PRIOR_DRAFTS * PRIOR_RATE) / (level.tried + PRIOR_DRAFTS)
+            state.expected = OWN_DECAY * state.expected + before
+            for counts, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (state, OWN_DECAY)):
+                counts.tried = counts.tried * decay + 1
+                counts.hit = counts.hit * decay + (i < num_accepted)
+
+    def _try_anyway(self, confidences: Seq[float | None]) -> bool:
+        """Now and then, or a class once found wanting would be so for good."""
+        last = confidences[-1]
+        if last is None or len(confidences) > 1:
+            return False
+        level = self._levels[bisect_right(LEVELS, last)]
+        level.num_refused = (level.num_refused + 1) % PROBE_EVERY
+        return level.num_refused == 0
+
+    def _fade(self) -> None:
+        """A request that drafts for none teaches nothing, so what was learned ages, and one day is tried again."""
+        for rates in (self._accepted, self._drafted):
+            for counts in (rates.tried, rates.hit):
+                counts[:] = [count * ALL_DECAY for count in counts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """For one sequence: the chance that the first i guesses are accepted, and that a draft is i long."""
+
+    survival: list[float]
+    lengths: list[float]
+
+    def gain(self, k: int) -> float:
+        """Draft tokens that a draft of up to k is expected to bring."""
+        return sum(self.survival[:k])
+
+    def reach(self, length: int) -> float:
+        return self.lengths[length - 1] if length <= len(self.lengths) else 0.0
+
+
+def _products(rates: Seq[float]) -> list[float]:
+    found, product = [], 1.0
+    for rate in rates:
+        product *= rate
+        found.append(product)
+    return found
+
+
+def _halvings(count: int) -> list[int]:
+    """All of them, half of them, ... one."""
+    found = []
+    while count:
+        found.append(count)
+        count //= 2
+    return found
