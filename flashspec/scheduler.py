@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 
+from flashspec.controller import AUTO
 from flashspec.core import Sequence, Status
 from flashspec.errors import OptionError
 
 
-def check_draft_length(num_speculative_tokens: int) -> None:
+def check_draft_length(num_speculative_tokens: int | str) -> None:
     """Raise OptionError for a draft length outside its range."""
+    if num_speculative_tokens == AUTO:
+        return
     if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= 256:
         raise OptionError(
-            f"num_speculative_tokens is {num_speculative_tokens!r}; it must be a whole number from 0 to 256"
+            f"num_speculative_tokens is {num_speculative_tokens!r}; it must be {AUTO} or a whole number from 0 to 256"
         )
 
 

@@ -13,9 +13,9 @@ import torch
 
 from flashspec.core import EMPTY, Draft, Drafter, SamplingParams, Score, Sequence
 from flashspec.errors import ModelError
-from flashspec.loader import converted, default_model
 from flashspec.sampling import exponential_noise
 from flashspec.tree import paths
+from flashspec.weights import converted, default_model
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 Logits = Callable[[Seq[int]], np.ndarray]  # context -> [vocab] float32

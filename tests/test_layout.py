@@ -11,7 +11,7 @@ import flashspec
 
 PACKAGE = Path(flashspec.__file__).parent
 LAYERS = [
-    ["errors"],
+    ["errors", "machine"],
     ["core"],
     ["tree"],
     ["sampling"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["controller"],
     ["scheduler"],
     ["engine"],
-    ["metrics", "planner"],
+    ["metrics", "planner", "weights"],
     ["loader"],
     ["doctor"],
     ["server", "report"],

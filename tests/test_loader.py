@@ -15,7 +15,7 @@ from conftest import sequence
 from safetensors.torch import load_file, save_file
 from test_hf import assert_close, build, plain, some_tokens
 
-from flashspec import loader
+from flashspec import loader, weights
 from flashspec.core import EMPTY
 from flashspec.errors import ModelError, OptionError, UnsupportedModelError, VocabularyError
 
@@ -33,7 +33,7 @@ def test_vocabularies_must_mean_the_same() -> None:
 
 
 class Converter:
-    """Stands in for ``loader._convert``, and writes down what it was asked for."""
+    """Stands in for ``weights._convert``, and writes down what it was asked for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -49,14 +49,14 @@ class Converter:
     def converted(self, gguf: Path, content: bytes | None = None) -> bytes:
         if content is not None:
             gguf.write_bytes(content)
-        return (loader.converted(gguf, self.lines.append) / "config.json").read_bytes()
+        return (weights.converted(gguf, self.lines.append) / "config.json").read_bytes()
 
 
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Converter]:
     fake = Converter()
     monkeypatch.setenv("FLASHSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(loader, "_convert", fake)
+    monkeypatch.setattr(weights, "_convert", fake)
     yield fake
     assert not list((tmp_path / "cache").rglob("*.part"))
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from flashspec.cli.options import (
     DEFAULTS,
     ColorTokens,
+    Config,
     Device,
     DrafterName,
     DraftLength,
@@ -43,13 +44,16 @@ from flashspec.cli.options import (
     TrustRemoteCode,
     Verbose,
     app,
+    draft_length,
     screen,
     set_up_logging,
 )
+from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 
 if TYPE_CHECKING:
+    from flashspec.controller import Controller
     from flashspec.engine import LocalEngine
 
 COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
@@ -59,10 +63,11 @@ COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="- or nothing: read stdin.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    config: Config = None,
     model: Model = None,
     draft: DraftModel = None,
     drafter: DrafterName = None,
-    num_speculative_tokens: DraftLength = None,
+    num_speculative_tokens: DraftLength = AUTO,
     temperature: Temperature = DEFAULTS.temperature,
     top_p: TopP = DEFAULTS.top_p,
     top_k: TopK = DEFAULTS.top_k,
@@ -99,8 +104,8 @@ def generate(
         raise OptionError("--system is part of a conversation, and --raw takes the prompt as it is; give one of them")
     text = _prompt(prompt, file)
     engine = _load(
-        model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
-        pack=pack, self_test=self_test, trust_remote_code=trust_remote_code,
+        model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
+        device=device, dtype=dtype, pack=pack, self_test=self_test, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     reply = _Reply(engine, color=color_tokens, quiet=as_json)
     with reply.interruptible():
@@ -110,17 +115,18 @@ def generate(
     if color_tokens:
         screen.print(" ".join(f"[{color}]{kind}[/]" for kind, color in COLORS.items()))
     if stats:
-        screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
+        screen.print(stats_text(reply.stats, reply.timings, engine.controller), soft_wrap=True)
     if reply.was_interrupted:
         raise typer.Exit(130)
 
 
 @app.command()
 def chat(
+    config: Config = None,
     model: Model = None,
     draft: DraftModel = None,
     drafter: DrafterName = None,
-    num_speculative_tokens: DraftLength = None,
+    num_speculative_tokens: DraftLength = AUTO,
     temperature: Temperature = DEFAULTS.temperature,
     top_p: TopP = DEFAULTS.top_p,
     top_k: TopK = DEFAULTS.top_k,
@@ -144,8 +150,8 @@ def chat(
         seed=seed, max_tokens=max_tokens,
     )  # fmt: skip
     engine = _load(
-        model, draft=draft, drafter=drafter, num_speculative_tokens=num_speculative_tokens, device=device, dtype=dtype,
-        pack=pack, trust_remote_code=trust_remote_code,
+        model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
+        device=device, dtype=dtype, pack=pack, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if not getattr(engine.tokenizer, "chat_template", None):
         raise OptionError("this model has no chat template, so it cannot chat; use flashspec generate --raw")
@@ -164,7 +170,7 @@ def chat(
             continue
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply.text}]
         if stats:
-            screen.print(stats_text(reply.stats, reply.timings), soft_wrap=True)
+            screen.print(stats_text(reply.stats, reply.timings, engine.controller), soft_wrap=True)
 
 
 # pieces
@@ -239,7 +245,7 @@ def timings_dict(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in names}
 
 
-def stats_text(stats: SpecStats, timings: Timings) -> str:
+def stats_text(stats: SpecStats, timings: Timings, controller: Controller | None) -> str:
     """The lines that --stats ends with."""
     spent = (timings.draft + timings.verify + timings.sample) or 1.0
     shares = ", ".join(f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
@@ -248,8 +254,18 @@ def stats_text(stats: SpecStats, timings: Timings) -> str:
         f"[dim]acceptance rate {stats.acceptance_rate:.1%} ({accepted}), "
         f"mean acceptance length {stats.mean_acceptance_length:.2f}\n"
         f"{timings.num_output_tokens} tokens in {stats.num_steps} steps, {timings.tokens_per_second:.1f} tokens/s, "
-        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms\ntime: {shares}[/]"
+        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms\ntime: {shares}\n"
+        f"{_lengths_text(stats)}{'' if controller is None else chr(10) + controller.explain()}[/]"
     )
+
+
+def _lengths_text(stats: SpecStats) -> str:
+    """How long the drafts were, and why there were none."""
+    lengths = sorted(((int(length), count) for length, count in stats.draft_lengths.items()), key=lambda pair: -pair[1])
+    shown = ", ".join(f"{length} in {count} steps" for length, count in lengths[:6])
+    reasons = sorted(stats.no_draft.items(), key=lambda pair: -pair[1])
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+    return f"draft length: {shown}" + (f"\nno draft: {why}" if why else "")
 
 
 def _load(model: str | None, **options: Any) -> LocalEngine:
@@ -261,7 +277,7 @@ def _load(model: str | None, **options: Any) -> LocalEngine:
             if not screen.is_terminal:
                 screen.print(escape(line), style="dim")
 
-        return load(model, progress=say, **options)
+        return load(model, progress=say, max_batch=1, **options)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

