@@ -1,0 +1,383 @@
+"""The controller against acceptance whose best draft length is known, and against the promise of exactness."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from conftest import ToyTarget, chi_square, dense_p, plain_loop, sequence
+from test_verify import WORLDS, Context, World, chain, check
+
+from flashspec.controller import MAX_TOKENS, PROBE_EVERY, Controller, Rates, StepCosts
+from flashspec.core import Draft, SamplingParams, Sequence
+from flashspec.costs import CostCurve
+from flashspec.drafters.model import ModelDrafter
+from flashspec.drafters.ngram import NGramDrafter
+from flashspec.engine import LocalEngine
+
+# seconds measured on two AVX2 cores: Qwen2.5-Coder-1.5B and its 0.5B (docs/log.md)
+TARGET = CostCurve(
+    ((1, .139), (4, .139), (5, .152), (6, .163), (8, .225), (12, .302), (17, .400), (32, .70), (64, 1.13)),
+    ((1, .139), (4, .139), (8, .208), (16, .371)),
+)  # fmt: skip
+DRAFT = CostCurve(((1, 0.057), (4, 0.066), (16, 0.14), (64, 0.43)), ((1, 0.057), (4, 0.073), (8, 0.089), (16, 0.138)))
+CHEAP = CostCurve(((1, 0.0057), (4, 0.0066), (16, 0.014), (64, 0.043)))
+MIDDLE = CostCurve(((1, 0.028), (4, 0.029), (64, 0.06)))
+Process = Callable[[int], tuple[float, float]]  # output position -> chance of acceptance, confidence
+
+
+def steady(chance: float, confidence: float = 0.5) -> Process:
+    return lambda position: (chance, confidence)
+
+
+@dataclass
+class World1:
+    """One machine and one text: what a step takes, and how often guesses hold."""
+
+    process: Process
+    draft_cost: CostCurve | None = None
+    seed: int = 0
+    prompt: int = 40
+    seconds: float = 0.0
+    lengths: Counter[int] = field(default_factory=Counter)
+    history: list[int] = field(default_factory=list)  # draft lengths in order
+
+    def run(self, num_tokens: int, *, controller: Controller | None = None, k: int | None = None) -> float:
+        """Seconds for so many tokens, with the controller or a fixed k."""
+        rng = random.Random(self.seed)
+        seq = Sequence(f"s{self.seed}", [0] * (self.prompt + 1), self.prompt, SamplingParams(max_tokens=num_tokens + 1))
+        read = 0
+        self.seconds = 0.0
+        while (left := num_tokens + 1 - seq.num_output_tokens) > 0:
+            limit = min(MAX_TOKENS, left - 1)
+            backlog = len(seq) - read if self.draft_cost else 0
+            budget = min(k, limit) if k is not None else controller.budgets([seq], [limit], [backlog])[0]  # type: ignore[union-attr]
+            draft = self._draft(seq, budget, controller)
+            if self.draft_cost and len(draft):
+                self.seconds += self.draft_cost(1) * len(draft)
+                self.seconds += self.draft_cost(backlog) - self.draft_cost(1) if backlog > 4 else 0.0
+                read = len(seq)
+            self.seconds += TARGET(len(draft) + 1)
+            accepted = 0
+            while accepted < len(draft) and rng.random() < self.process(seq.num_output_tokens + accepted)[0]:
+                accepted += 1
+            self.lengths[len(draft)] += 1
+            self.history.append(len(draft))
+            seq.tokens += [0] * min(accepted + 1, left)
+            if controller is not None:
+                controller.observe(seq, budget, draft, accepted)
+        if controller is not None:
+            controller.forget(seq)
+        return self.seconds
+
+    def _draft(self, seq: Sequence, budget: int, controller: Controller | None) -> Draft:
+        confidences: list[float] = []
+        while len(confidences) < budget:
+            known = self.process(seq.num_output_tokens + len(confidences))[1]
+            asked: list[float | None] = [*confidences, None if self.draft_cost else known]
+            is_first_of_a_model = self.draft_cost is not None and not confidences
+            if controller is not None and not is_first_of_a_model and not controller.worth(seq, asked):
+                break
+            confidences.append(known)
+        return Draft.chain([0] * len(confidences), confidences=confidences)
+
+
+def seconds(
+    process: Process, draft_cost: CostCurve | None, *, requests: int, num_tokens: int = 63
+) -> tuple[float, float, float]:
+    """Of several requests: with one controller, with the best fixed k, and plain."""
+    controller = Controller(TARGET, draft_cost)
+    auto = sum(World1(process, draft_cost, seed).run(num_tokens, controller=controller) for seed in range(requests))
+    fixed = [
+        sum(World1(process, draft_cost, seed).run(num_tokens, k=k) for seed in range(requests))
+        for k in (1, 2, 3, 4, 5, 8, 12, 16)
+    ]
+    return auto, min(fixed), requests * num_tokens * TARGET(1)
+
+
+# the estimator
+
+
+def test_positions_that_were_never_reached_count_for_nothing() -> None:
+    """Acceptance .9, .5, .2 by position, drafts of random length: the naive accepted / drafted is far off."""
+    rng, true = random.Random(0), [0.9, 0.5, 0.2]
+    rates, drafted, accepted = Rates(decay=1.0), [0] * 3, [0] * 3
+    for _ in range(20_000):
+        length = rng.randint(1, 3)
+        hits = 0
+        while hits < length and rng.random() < true[hits]:
+            hits += 1
+        rates.observe(hits, length)
+        for i in range(length):
+            drafted[i] += 1
+            accepted[i] += i < hits
+    assert rates.estimate(3, [0.7] * 3) == pytest.approx(true, abs=0.02)
+    assert accepted[2] / drafted[2] == pytest.approx(0.09, abs=0.02), "what ignoring the censoring would say"
+
+
+def test_what_was_seen_long_ago_counts_less() -> None:
+    rates = Rates(decay=0.95)
+    for hits in [1] * 200 + [0] * 40:
+        rates.observe(hits, 1)
+    assert rates.estimate(1, [0.7])[0] < 0.35
+
+
+def test_first_positions_tell_of_later_ones() -> None:
+    """A text on which the first guess always holds is expected to do better at positions not tried yet."""
+    good, bad = Rates(decay=1.0), Rates(decay=1.0)
+    for _ in range(50):
+        good.observe(1, 1)
+        bad.observe(0, 1)
+    prior = [0.7, 0.7, 0.7]
+    assert all(rate > 0.9 for rate in good.estimate(3, prior))
+    assert all(rate < 0.2 for rate in bad.estimate(3, prior))
+    assert Rates(decay=1.0).estimate(3, prior) == pytest.approx(prior)
+
+
+# the choice
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("draft_cost", [None, DRAFT, CHEAP])
+def test_the_chosen_k_is_the_formulas(chance: float, draft_cost: CostCurve | None) -> None:
+    """With plenty of observations: argmax of (1 + a + ... + a^k) / (cost(k + 1) + k c)."""
+    controller = Controller(TARGET, draft_cost)
+    rng, seq = random.Random(1), sequence([0] * 9, SamplingParams(max_tokens=10_000), num_prompt_tokens=8)
+    for _ in range(1000):
+        hits = 0
+        while hits < MAX_TOKENS and rng.random() < chance:
+            hits += 1
+        controller.observe(seq, MAX_TOKENS, Draft.chain([0] * MAX_TOKENS), hits)
+
+    def rate(k: int, a: float) -> float:
+        draft = k * draft_cost(1) if draft_cost else 0.0
+        return sum(a**i for i in range(k + 1)) / (TARGET(k + 1) + draft)
+
+    k = controller.budgets([seq], [MAX_TOKENS], [0])[0]
+    for _ in range(3 * PROBE_EVERY):  # a probe is not the choice
+        k = min(k, controller.budgets([seq], [MAX_TOKENS], [0])[0])
+    best = max(range(MAX_TOKENS + 1), key=lambda k: rate(k, chance))
+    assert rate(k, chance) >= 0.93 * rate(best, chance), (k, best)
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.98])
+@pytest.mark.parametrize("draft_cost", [None, DRAFT, CHEAP])
+def test_near_the_best_fixed_k_and_never_slower_than_plain(chance: float, draft_cost: CostCurve | None) -> None:
+    auto, fixed, plain = seconds(steady(chance), draft_cost, requests=20)
+    assert plain / auto >= 0.97
+    assert min(fixed, plain) / auto >= 0.93, f"{plain / auto:.2f} x, the best fixed k {plain / fixed:.2f} x"
+
+
+def test_confidence_beats_every_fixed_k() -> None:
+    """Half of the guesses are sure and half are poor, and the drafter knows which."""
+
+    def mixed(position: int) -> tuple[float, float]:
+        return (0.97, 0.98) if (position // 8) % 2 else (0.15, 0.4)
+
+    for draft_cost in (None, CHEAP, DRAFT):
+        auto, fixed, _ = seconds(mixed, draft_cost, requests=10, num_tokens=200)
+        assert fixed / auto > (0.95 if draft_cost is DRAFT else 1.05)
+
+
+def test_it_turns_off() -> None:
+    world = World1(steady(0.05), DRAFT)
+    world.run(300, controller=Controller(TARGET, DRAFT))
+    assert 0 < sum(length > 0 for length in world.history) < 20
+    assert not any(world.history[40:])
+
+
+@pytest.mark.parametrize("draft_cost", [None, CHEAP])
+def test_it_comes_back(draft_cost: CostCurve | None) -> None:
+    """Guesses fail for 300 tokens, then hold: within a hundred steps it drafts again, several tokens at a time."""
+    expensive = CostCurve(((1, 0.1), (17, 1.7)))  # no free lunch: every scored token costs as much as a plain step
+
+    def switch(position: int) -> tuple[float, float]:
+        return (0.02, 0.5) if position < 300 else (0.98, 0.5)
+
+    for cost in (TARGET, expensive) if draft_cost is None else (TARGET,):
+        controller = Controller(cost, draft_cost)
+        world = World1(switch, draft_cost)
+        world.run(1500, controller=controller)
+        if cost is expensive:
+            assert sum(length > 0 for length in world.history[100:300]) < 20
+            continue  # no k pays at such costs, whatever is accepted
+        late = world.history[400:]
+        assert np.mean(late) > 3, world.history
+
+
+def test_a_probe_is_rare_and_its_price_is_bounded() -> None:
+    """A draft model that has to read what it missed is not asked for more than a fiftieth of the time."""
+    world = World1(steady(0.02), MIDDLE)
+    took = world.run(2000, controller=Controller(TARGET, MIDDLE))
+    assert 2000 * TARGET(1) / took > 0.97
+    assert 2 <= sum(length > 0 for length in world.history[100:]) < 40
+
+
+def test_reading_a_long_prompt_for_a_few_tokens_does_not_pay() -> None:
+    controller = Controller(TARGET, DRAFT)
+    seq = sequence([0] * 1001, SamplingParams(max_tokens=64), num_prompt_tokens=1000)
+    assert controller.budgets([seq], [MAX_TOKENS], [1001]) == [0]
+    assert "reading" in controller.reason(seq)
+    short = sequence([0] * 41, SamplingParams(max_tokens=64), num_prompt_tokens=40, name="short")
+    assert controller.budgets([short], [MAX_TOKENS], [41])[0] > 0
+
+
+def test_reasons_for_no_draft() -> None:
+    controller = Controller(TARGET)
+    first = sequence([0] * 5, SamplingParams(max_tokens=8))
+    assert controller.budgets([first], [0], [0]) == [0]
+    assert controller.reason(first) == "the first token"
+    last = sequence([0] * 12, SamplingParams(max_tokens=8), num_prompt_tokens=5, name="last")
+    assert controller.budgets([last], [0], [0]) == [0]
+    assert controller.reason(last) == "the last token"
+    assert controller.reason(sequence([0], name="unknown")) == ""
+
+
+# batches
+
+
+def taught(controller: Controller, name: str, chance: float) -> Sequence:
+    """A sequence that has shown this acceptance."""
+    rng, seq = random.Random(name), sequence([0] * 9, SamplingParams(max_tokens=999), num_prompt_tokens=8, name=name)
+    for _ in range(60):
+        hits = 0
+        while hits < 8 and rng.random() < chance:
+            hits += 1
+        controller.observe(seq, 8, Draft.chain([0] * 8), hits)
+    return seq
+
+
+def test_k_shrinks_to_0_as_the_batch_fills() -> None:
+    chosen = []
+    for rows in (1, 2, 4, 8, 16):
+        controller = Controller(TARGET)
+        seqs = [taught(controller, f"s{i}", 0.7) for i in range(rows)]
+        chosen.append(max(controller.budgets(seqs, [MAX_TOKENS] * rows, [0] * rows)))
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] >= 3
+    assert chosen[-1] == 0
+
+
+def test_draft_slots_go_where_they_pay() -> None:
+    """With a draft model, each row that drafts costs: the rows whose guesses hold get the slots."""
+    controller = Controller(TARGET, CostCurve(DRAFT.widths, ((1, 0.057), (4, 0.228))))
+    bad, good = taught(controller, "bad", 0.02), taught(controller, "good", 0.97)
+    assert controller.budgets([bad, good], [MAX_TOKENS] * 2, [0] * 2)[0] == 0
+    assert controller.budgets([good, bad], [MAX_TOKENS] * 2, [0] * 2)[0] > 0
+
+
+def test_a_budget_is_never_above_its_limit() -> None:
+    controller = Controller(TARGET)
+    seqs = [taught(controller, f"s{i}", 0.99) for i in range(3)]
+    for limits in ([0, 1, 16], [3, 0, 0], [0, 0, 0]):
+        budgets = controller.budgets(seqs, limits, [0] * 3)
+        assert all(budget <= limit for budget, limit in zip(budgets, limits, strict=True))
+
+
+# stopping within a draft
+
+
+def test_a_guess_is_drafted_if_its_gain_exceeds_its_cost() -> None:
+    controller = Controller(TARGET, DRAFT)
+    seq = taught(controller, "s", 0.8)
+    controller.budgets([seq], [MAX_TOKENS], [0])
+    for confidence, chance in ((0.2, 0.1), (0.999, 0.99)):
+        for _ in range(300):
+            hits = int(random.Random(repr((confidence, _))).random() < chance)
+            controller.observe(seq, 1, Draft.chain([0], confidences=[confidence]), hits)
+    controller.budgets([seq], [MAX_TOKENS], [0])
+    assert controller.worth(seq, [0.999, None])
+    assert not controller.worth(seq, [0.2, None])
+    assert not controller.worth(seq, [0.999] * 3 + [0.2, None])
+
+
+def test_a_class_of_guesses_once_found_wanting_is_tried_again() -> None:
+    controller = Controller(TARGET)
+    seq = taught(controller, "s", 0.9)
+    for _ in range(300):
+        controller.observe(seq, 1, Draft.chain([0], confidences=[0.2]), 0)
+        controller.observe(seq, 1, Draft.chain([0], confidences=[0.999]), 1)
+    controller.budgets([seq], [MAX_TOKENS], [0])
+    controller.costs.target = CostCurve(((1, 0.1), (17, 1.7)))
+    answers = [controller.worth(seq, [0.2]) for _ in range(4 * PROBE_EVERY)]
+    assert 3 <= sum(answers) <= 5
+
+
+# lossless
+
+
+def stopping(world: World, controller: Controller, seq: Sequence) -> Callable[[Context], bool]:
+    """The controller's rule, asked as ModelDrafter asks it: with the largest q at each prefix."""
+
+    def stop(context: Context) -> bool:
+        confidences = [float(world.q(context[:i]).max()) for i in range(len(context))]
+        return bool(context) and not controller.worth(seq, [*confidences, None])
+
+    return stop
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("world", WORLDS[:4], ids=str)
+def test_the_output_is_the_targets_by_enumeration_with_the_stopping_rule_on(rule: str, world: World) -> None:
+    controller = Controller(TARGET, MIDDLE)
+    seq = taught(controller, "s", 0.6)
+    rng = random.Random(0)
+    for _ in range(400):  # classes of confidence that differ, so that the rule really splits the prefixes
+        confidence = rng.random()
+        controller.observe(seq, 1, Draft.chain([0], confidences=[confidence]), int(rng.random() < confidence))
+    controller.budgets([seq], [3], [0])
+    stop = stopping(world, controller, seq)
+    answers = {stop((a, b)) for a in range(3) for b in range(3)} | {stop((a,)) for a in range(3)}
+    assert answers == {True, False} or world in WORLDS[2:4], "the rule must make a difference to be tested"
+    check(world, chain(3, stop), rule)
+
+
+def controlled(target: ToyTarget, drafter: object, *, seed: int = 0) -> LocalEngine:
+    controller = Controller(CostCurve(((1, 1.0), (17, 2.6))), CostCurve(((1, 0.1), (64, 1.0))))
+    return LocalEngine(target, drafter, num_speculative_tokens=controller)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", ["ngram", "model", "stranger"])
+def test_tokens_are_plain_decodings_whatever_the_controller_does(name: str, params: dict[str, float]) -> None:
+    target = ToyTarget(scale=4.0)
+    draft = ToyTarget(scale=4.0, salt=0 if name == "model" else 9)
+    drafter = NGramDrafter(min_n=1) if name == "ngram" else ModelDrafter(draft, vocab_size=12)
+    engine = controlled(target, drafter)
+    sampling = SamplingParams(max_tokens=60, **params)  # type: ignore[arg-type]
+    prompts = [[1, 2, 3], [5, 5, 5, 5, 5, 5], [7]]
+    expected = [plain_loop(target.logits, prompt, sampling) for prompt in prompts]
+    for _ in range(3):  # it goes on learning
+        assert [result.tokens for result in engine.generate(prompts, sampling)] == expected
+    assert engine.stats().num_drafts > 0
+
+
+def test_sampled_output_follows_the_target_with_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejection sampling, a draft model that is half right, the controller and its stopping rule: chi-square."""
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    target, draft = ToyTarget(5, memory=1, scale=1.2), ToyTarget(5, memory=1, scale=1.5, salt=1)
+    monkeypatch.setattr(StepCosts, "observe", lambda *args, **kwargs: None)  # toys take no time worth measuring
+    monkeypatch.setattr(StepCosts, "observe_draft", lambda *args, **kwargs: None)
+    engine = controlled(target, ModelDrafter(draft, vocab_size=5))
+    rounds, prompt = 4000, [1]
+    counts = Counter(tuple(engine.generate(prompt, params).tokens[1:4]) for _ in range(rounds))
+    assert engine.stats().num_drafts > rounds / 4
+
+    def following(context: Seq[int]) -> np.ndarray:
+        return dense_p(target.logits(context), params, [], [])
+
+    first = following(prompt)
+    p = np.zeros((5, 5, 5))
+    for start in range(5):
+        for a in range(5):
+            for b in range(5):
+                chances = following([start])[a] * following([a])[b] * following([b])
+                p[a, b] += first[start] * chances
+    observed = np.zeros((5, 5, 5))
+    for tokens, count in counts.items():
+        observed[tokens] = count
+    assert chi_square(observed.ravel(), p.ravel()) < 1
