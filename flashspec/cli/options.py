@@ -94,8 +94,11 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         raise OptionError(f"{file} sets {unknown[0]!r}, which is not an option; known are {', '.join(sorted(known))}")
     if tables := [name for name, value in values.items() if isinstance(value, dict)]:
         raise OptionError(f"{file} has a table [{tables[0]}]; give a single value")
-    names = {parameter.name for parameter in context.command.params}
-    if "drafters" in names and "drafter" in values:
+    options = {parameter.name: parameter for parameter in context.command.params}
+    if "drafters" in options and "drafter" in values:
         values["drafters"] = values.pop("drafter")
-    context.default_map = {**(context.default_map or {}), **{k: v for k, v in values.items() if k in names}}
+    for name in set(values) & set(options):
+        if getattr(options[name], "multiple", False) and not isinstance(values[name], list):
+            values[name] = [values[name]]
+    context.default_map = {**(context.default_map or {}), **{k: v for k, v in values.items() if k in options}}
     return file
