@@ -26,7 +26,7 @@ from flashspec.core import SamplingParams
 from flashspec.errors import OptionError
 from flashspec.loader import DRAFTERS, Loaded, choose_drafter, cost_curve, load_model, load_plain
 from flashspec.machine import machine
-from flashspec.report import write_report
+from flashspec.report import check_report, write_report
 from flashspec.scheduler import check_draft_length
 
 RUNS = "runs.jsonl"  # in the report's folder
@@ -102,6 +102,8 @@ def run_bench(options: BenchOptions, screen: Console) -> list[dict[str, Any]]:
 def measured(options: BenchOptions, screen: Console) -> dict[str, Any]:
     """The results, as ``report`` describes them; incomplete ones after Ctrl-C."""
     check_options(options)
+    if options.report is not None:
+        check_report(options.report)
     texts = {path: read_prompts(path, options.limit) for path in options.prompts}
     with Journal(options) as journal:
         with screen.status("loading") as status:
