@@ -29,6 +29,9 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 OWN_DECAY = 0.95  # of what a sequence has shown, for each further draft: texts change
 ALL_DECAY = 0.99  # of what all sequences have shown
 PRIOR_RATE = 0.7  # acceptance before anything was seen
+SURENESS = (0.4, 0.55, 0.7, 0.8, 0.9)  # borders of the classes of texts, by how sure the target is of its own tokens
+LOOK_FIRST = 4  # tokens of a text to be seen before a draft model is made to read it, unless it is sure
+SURE_CLASS = 3
 PRIOR_DRAFTS = 6.0  # what is known from elsewhere counts as much as so many drafts
 FADING = 0.9  # of what all have shown, for each request that drafted nothing: one day it is tried again
 PROBE_EVERY = 32  # steps without a draft before one is tried again
@@ -92,6 +95,7 @@ class _State:
     wait: int = PROBE_EVERY
     is_probing: bool = False
     reason: str = ""
+    sureness: float | None = None  # the target's largest probability, a decayed mean
     goal: tuple[float, int, int] = (0.0, 1, 1)  # tokens a second to beat, rows of the batch, rows that draft
 
 
@@ -150,7 +154,10 @@ class Controller:
     def __init__(self, cost: CostCurve, draft_cost: CostCurve | None = None, *, max_tokens: int = MAX_TOKENS) -> None:
         self.costs = StepCosts(cost, draft_cost)
         self.max_tokens = max_tokens
-        self._accepted, self._drafted = Rates(ALL_DECAY), Rates(ALL_DECAY)
+        # by class of sureness: what texts of one kind have shown says little of another kind
+        self._accepted = [Rates(ALL_DECAY) for _ in range(len(SURENESS) + 1)]
+        self._drafted = [Rates(ALL_DECAY) for _ in range(len(SURENESS) + 1)]
+        self._last_class = 0
         self._levels = [_Level() for _ in range(len(LEVELS) + 1)]
         self._total = _Level()
         self._states: dict[str, _State] = {}
@@ -199,8 +206,9 @@ class Controller:
 
     def explain(self) -> str:
         """What it goes by at present, over all sequences, in a sentence."""
-        rates = self._accepted.estimate(self.max_tokens, [PRIOR_RATE] * self.max_tokens)
-        lengths = self._drafted.estimate(self.max_tokens, [1.0] * self.max_tokens)
+        count, kind = self.max_tokens, self._last_class
+        rates = self._accepted[kind].estimate(count, [PRIOR_RATE] * count)
+        lengths = self._drafted[kind].estimate(count, [1.0] * count)
         k, _, rate = self._best([_Outlook(_products(rates), _products(lengths))])
         plain = self.costs.step(1)
         shown = ", ".join(f"{rate:.0%}" for rate in rates[: max(k, 2)])
@@ -212,16 +220,26 @@ class Controller:
 
     # afterwards
 
-    def observe(self, seq: Sequence, budget: int, draft: Draft, num_accepted: int) -> None:
-        """What became of a draft; an empty one for a budget is news as well."""
+    def observe(
+        self, seq: Sequence, budget: int, draft: Draft, num_accepted: int, *, sureness: float | None = None
+    ) -> None:
+        """What became of a draft; an empty one for a budget is news as well.
+
+        Args:
+            sureness: the target's largest probability at the context. Where the target is sure of its tokens, a
+                smaller model is likely to guess them: what is expected of a draft model before it has guessed.
+        """
+        state = self._states.setdefault(seq.id, _State())
+        if sureness is not None:
+            state.sureness = sureness if state.sureness is None else 0.9 * state.sureness + 0.1 * sureness
         if budget == 0:
             return
-        state = self._states.setdefault(seq.id, _State())
+        kind = self._last_class = _kind(state)
         decay = 0.5 if state.is_probing else None  # what was true before the break counts less
         state.accepted.observe(num_accepted, budget, decay=decay)
         state.drafted.observe(len(draft), budget, decay=decay)
-        self._accepted.observe(num_accepted, budget)
-        self._drafted.observe(len(draft), budget)
+        self._accepted[kind].observe(num_accepted, budget)
+        self._drafted[kind].observe(len(draft), budget)
         if state.is_probing:
             state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
         self._calibrate(state, draft, num_accepted)
@@ -233,7 +251,7 @@ class Controller:
             return
         self._typical_output += 0.1 * (seq.num_output_tokens - self._typical_output)
         if not state.drafted.tried:
-            self._fade()
+            self._fade(_kind(state))
 
     # parts of a choice
 
@@ -244,11 +262,15 @@ class Controller:
         if count <= 0:
             state.reason = "the last token" if seq.num_output_tokens else "the first token"
             return _Outlook([], [])
-        rates = state.accepted.estimate(count, self._accepted.estimate(count, [PRIOR_RATE] * count))
-        lengths = state.drafted.estimate(count, self._drafted.estimate(count, [1.0] * count))
+        kind, prior = _kind(state), PRIOR_RATE if state.sureness is None else state.sureness
+        rates = state.accepted.estimate(count, self._accepted[kind].estimate(count, [prior] * count))
+        lengths = state.drafted.estimate(count, self._drafted[kind].estimate(count, [1.0] * count))
         outlook = _Outlook(_products(rates), _products(lengths))
         state.reason = "guesses hold too rarely for what they cost"
         if reading := self.costs.reading(backlog):
+            if seq.num_output_tokens < LOOK_FIRST and kind < SURE_CLASS and seq.sampling.max_tokens > 4 * LOOK_FIRST:
+                state.reason = "the text has only begun"
+                return _Outlook([], [])
             _, chosen, rate = self._best([outlook] + [_Outlook([], [])] * (rows - 1))
             left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
             saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
@@ -329,9 +351,9 @@ class Controller:
         level.num_refused = (level.num_refused + 1) % PROBE_EVERY
         return level.num_refused == 0
 
-    def _fade(self) -> None:
-        """A request that drafts for none teaches nothing, so what was learned ages, and one day is tried again."""
-        for rates in (self._accepted, self._drafted):
+    def _fade(self, kind: int) -> None:
+        """A request without a draft teaches nothing, so what was learned ages, and one day is tried again."""
+        for rates in (self._accepted[kind], self._drafted[kind]):
             for counts in (rates.tried, rates.hit):
                 counts[:] = [count * FADING for count in counts]
 
@@ -349,6 +371,11 @@ class _Outlook:
 
     def reach(self, length: int) -> float:
         return self.lengths[length - 1] if length <= len(self.lengths) else 0.0
+
+
+def _kind(state: _State) -> int:
+    """The class of a text; a sure one until the target has been seen."""
+    return bisect_right(SURENESS, 0.8 if state.sureness is None else state.sureness)
 
 
 def _products(rates: Seq[float]) -> list[float]:

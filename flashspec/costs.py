@@ -29,7 +29,7 @@ CONTEXT = 128  # tokens before the ones that are timed; up to 1500 the ratios mo
 REPEATS = 3
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 17)  # of a target: its own token and up to 16 draft tokens
 BATCHED_WIDTHS = (*WIDTHS, 32, 64)  # many rows are many tokens
-DRAFT_WIDTHS = (1, 2, 4, 16, 64)  # of a draft model: one token at a time, and what it has to read before it can
+DRAFT_WIDTHS = (1, 2, 4, 16, 64, 192)  # of a draft model: one token at a time, and what it has to read before it can
 
 
 @dataclass(frozen=True, slots=True)

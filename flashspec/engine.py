@@ -30,7 +30,7 @@ from flashspec.core import (
     Verdict,
 )
 from flashspec.errors import FlashSpecError, OptionError, PromptError
-from flashspec.sampling import distribution
+from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler
 from flashspec.text import TextStream, Tokenizer, encode
 from flashspec.tree import prefix
@@ -189,7 +189,7 @@ class LocalEngine:
                 self.drafter.observe(seqs, drafts, verdicts, scores)
             times = (started, drafted, scored, time.perf_counter())
             self._record(seqs, chunks, times)
-            self._learn(work, drafts, verdicts, times)
+            self._learn(work, drafts, verdicts, scores, times)
         except BaseException:
             for seq in seqs[len(chunks) :]:  # they will be scored again
                 self.target.rewind(seq, len(seq) - 1)
@@ -286,12 +286,18 @@ class LocalEngine:
         return _Work(seqs, self.controller.budgets(seqs, limits, backlogs), backlogs, has_prompt)
 
     def _learn(
-        self, work: _Work, drafts: list[Draft], verdicts: list[Verdict], times: tuple[float, float, float, float]
+        self,
+        work: _Work,
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        scores: list[Score],
+        times: tuple[float, float, float, float],
     ) -> None:
-        for seq, budget, draft, verdict in zip(work.seqs, work.budgets, drafts, verdicts, strict=True):
+        for seq, budget, draft, verdict, score in zip(work.seqs, work.budgets, drafts, verdicts, scores, strict=True):
             self._count_step(seq, budget, draft)
             if self.controller is not None:
-                self.controller.observe(seq, budget, draft, len(verdict.accepted))
+                sureness = largest_probability(score.logits[0], seq.sampling.temperature)
+                self.controller.observe(seq, budget, draft, len(verdict.accepted), sureness=sureness)
         if self.controller is None or work.has_prompt:
             return
         started, drafted, scored, now = times

@@ -71,6 +71,12 @@ def distribution(logits: Tensor, seq: Sequence, draft: Draft) -> Distribution:
     return filtered(logits, params)
 
 
+def largest_probability(logits: Tensor, temperature: float = 0.0) -> float:
+    """Of softmax(logits [vocab] / temperature); greedy decoding counts as temperature 1. A measure of sureness."""
+    row = logits / temperature if temperature not in (0.0, 1.0) else logits
+    return float((row.max() - torch.logsumexp(row, -1)).exp())
+
+
 def adjust(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
     """Bias, bans and penalties, each row with its own history; the input is left alone."""
     params = seq.sampling

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Sequence, Target
 from flashspec.errors import ModelError
-from flashspec.sampling import Distribution, coupled_token, distribution, draw
+from flashspec.sampling import Distribution, coupled_token, distribution, draw, largest_probability
 
 logger = logging.getLogger("flashspec")
 
@@ -131,8 +131,7 @@ def _confidence(logits: Tensor, q: Distribution, seq: Sequence) -> float:
     """The largest probability: of q, or, where q is one-hot, of the draft model's own distribution."""
     if not seq.sampling.is_greedy:
         return float(q.probs.max())
-    row = logits[-1]
-    return float((row.max() - torch.logsumexp(row, -1)).exp())
+    return largest_probability(logits[-1])
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
