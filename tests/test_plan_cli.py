@@ -1,0 +1,244 @@
+"""flashspec plan, as it is typed: by formula, from configs alone, measured, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from flashspec import cli
+from flashspec.cli import plan_facts
+from flashspec.planner.speed import expected_speedup
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    """``target``, ``draft`` (another model of its vocabulary), ``bare`` (a config.json alone) and ``broken``."""
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    for seed, name in enumerate(("target", "draft")):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16 * (2 - seed), intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, bos_token_id=1,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    for name, text in (("bare", (root / "target" / "config.json").read_text()), ("broken", "{")):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(text)
+    (root / "mine.jsonl").write_text('{"prompt": "one two one two one two"}\n{"prompt": "a b a b a b a b"}\n')
+    return root
+
+
+@pytest.fixture
+def run(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``flashspec plan`` in this process, in the folder of the models."""
+    monkeypatch.chdir(models)
+    monkeypatch.setenv("FLASHSPEC_CACHE", str(models / "cache"))
+    monkeypatch.setattr(cli.screen, "_file", None)
+    monkeypatch.setattr(plan_facts, "GENERATED", 12)
+    monkeypatch.setattr(plan_facts, "BATCHES", (1, 2))
+
+    def call(*words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["flashspec", "plan", *words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return call
+
+
+def test_by_formula(run: Run) -> None:
+    ran = run("--acceptance", "0.7", "--cost-ratio", "0.05")
+    lines = ran.out.splitlines()
+    assert lines[0] == "Yes: about 2.35 x with k = 5 (model)."
+    assert "by formula" in lines[1]
+    cells = [line.replace(" ", "").strip("│").split("│") for line in lines if line.startswith("│")]
+    assert ["3", "2.53", "0.15", "1.00", "0.00", "2.20", "13%"] in cells
+    assert "k = 5 pays from an acceptance of 20% on; here it is 70%." in ran.out
+    assert "assumed: Scoring k + 1 tokens costs the target what one costs" in ran.out
+    assert "Memory" not in ran.out
+
+
+def test_json_has_the_same_numbers(run: Run) -> None:
+    answer = run("--acceptance", "0.7", "--cost-ratio", "0.05", "--json").answer
+    assert answer["plan"]["expected_speedup"] == pytest.approx(expected_speedup(0.7, 0.05, 5))
+    assert answer["plan"]["num_speculative_tokens"] == 5
+    assert answer["plan"]["memory"] is None
+    for row in answer["table"]:
+        k = row["num_speculative_tokens"]
+        assert row["speedup"] == pytest.approx(expected_speedup(0.7, 0.05, k))
+        assert expected_speedup(row["break_even_acceptance"], 0.05, k) == pytest.approx(1)
+
+
+def test_a_given_k_and_an_n_gram_drafter(run: Run) -> None:
+    answer = run("--acceptance", "0.5", "--cost-ratio", "0", "--num-speculative-tokens", "20", "--json").answer
+    assert answer["plan"]["drafter"] == "ngram"
+    assert answer["plan"]["num_speculative_tokens"] == 20
+    assert [row["num_speculative_tokens"] for row in answer["table"]] == [1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
+
+
+def test_costs_alone_say_what_acceptance_it_takes(run: Run) -> None:
+    ran = run("--cost-ratio", "0.2")
+    assert ran.out.startswith("It depends: k = 1 pays from an acceptance of 20% on.")
+    assert run("--cost-ratio", "0.2", "--json").answer["table"][0]["speedup"] is None
+
+
+def test_a_config_alone(run: Run) -> None:
+    ran = run("--model", "bare", "--draft", "draft", "--acceptance", "0.6")
+    assert ran.out.startswith("Yes: about ")
+    assert "It takes " in ran.out.splitlines()[0]
+    for name in ("target's weights", "draft model's weights", "keys and values", "workspace, at most", "together"):
+        assert name in ran.out
+    assert "assumed: Nothing was measured: bare has no weights." in ran.out
+    assert "the ratio of the weights" in ran.out
+    answer = run("--model", "bare", "--draft", "draft", "--acceptance", "0.6", "--json").answer
+    memory = answer["plan"]["memory"]
+    assert answer["table"][0]["draft"] == pytest.approx(memory["draft_weights"] / memory["weights"])
+    assert not answer["is_measured"]
+
+
+def test_a_config_alone_with_nothing_else_known(run: Run) -> None:
+    assert "It depends: " in run("--model", "bare").out.splitlines()[0]
+    assert "n-grams, which cost next to nothing" in run("--model", "bare").out
+
+
+def test_too_little_memory_and_the_ways_out(run: Run) -> None:
+    words = ("--model", "bare", "--draft", "draft", "--device", "cuda", "--batch", "64", "--acceptance", "0.9")
+    needed = run(*words, "--memory", "80", "--json").answer["plan"]["memory"]["needed"]
+    little = (needed - 1) / 2**30
+    ran = run(*words, "--memory", repr(little))
+    assert ran.out.startswith("No: it needs ")
+    assert "it fits after the first way out below." in ran.out.splitlines()[0]
+    answer = run(*words, "--memory", repr(little), "--json").answer
+    assert [way["fits"] for way in answer["ways_out"]] == [True] * len(answer["ways_out"])
+    assert answer["ways_out"][0]["change"] == "a context of 256 tokens"
+    assert answer["ways_out"][0]["saved"] == needed - answer["ways_out"][0]["needed"]
+    assert not answer["plan"]["memory"]["fits"]
+
+
+def test_context_batch_and_output_change_the_memory(run: Run) -> None:
+    def cache(*words: str) -> int:
+        found: int = run("--model", "bare", "--no-measure", "--json", *words).answer["plan"]["memory"]["kv_cache"]
+        return found
+
+    slot = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
+    assert cache() == (512 + 1) * slot
+    assert cache("--batch", "3") == 3 * (512 + 1) * slot
+    assert cache("--context", "100", "--max-tokens", "20") == (256 + 1) * slot
+
+
+def test_measured_with_a_draft_model(run: Run) -> None:
+    words = ("--model", "target", "--draft", "target", "--json")
+    answer = run(*words).answer
+    assert answer["is_measured"]
+    assert answer["measured_acceptance"]["acceptance_rate"] == 1  # it drafts for itself
+    assert [row["num_speculative_tokens"] for row in answer["table"]] == [1, 2, 3, 4, 5, 6, 8]
+    assert all(row["verify"] > 0 and row["draft"] > 0 for row in answer["table"])
+    assert [row["batch"] for row in answer["by_batch"]] == [1, 2]
+    assert "temperature 0 on 3 short built-in prompts" in answer["assumed"][-1]
+    again = run(*words, "--batch", "3", "--acceptance", "0", "--prompts", "mine.jsonl").answer
+    assert again["plan"]["drafter"] == "none"
+    assert [row["batch"] for row in again["by_batch"]] == [1, 2, 3]
+    assert again["measured_acceptance"] is None
+
+
+def test_measured_with_n_grams_on_the_users_prompts(run: Run) -> None:
+    ran = run("--model", "target", "--prompts", "mine.jsonl", "--num-speculative-tokens", "10", "--temperature", "0.5")
+    assert ran.code == 0
+    assert "measured, batch 1" in ran.out
+    assert "The acceptance at temperature 0.5 on the prompts given." in ran.out
+    answer = run("--model", "target", "--prompts", "mine.jsonl", "--json").answer
+    assert answer["table"][-1]["draft"] < 0.5  # no second model
+
+
+def test_a_given_cost_ratio_holds_at_measured_costs(run: Run) -> None:
+    words = ("--model", "target", "--cost-ratio", "0.25", "--acceptance", "0.5", "--measure", "--json")
+    for batch in ("1", "2"):
+        rows = run(*words, "--batch", batch).answer["table"]
+        assert [row["draft"] for row in rows] == pytest.approx([0.25 * row["num_speculative_tokens"] for row in rows])
+    unmeasured = run(*(word for word in words if word != "--measure")).answer
+    assert not unmeasured["is_measured"]
+    assert "Nothing was measured: the acceptance and the cost ratio were given." in unmeasured["assumed"]
+
+
+def test_what_does_not_fit_is_not_measured(run: Run) -> None:
+    answer = run("--model", "target", "--memory", "0.001", "--json").answer
+    assert "Nothing was measured: it would not fit." in answer["assumed"]
+    assert answer["verdict"].startswith("No: it needs ")
+
+
+def test_a_quantized_config_and_one_without_a_dtype(run: Run, models: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models / "bare", tmp_path / "odd"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assumed = " ".join(run("--model", str(folder), "--json").answer["assumed"])
+    assert "is quantized" in assumed
+    assert "does not say which dtype its weights have" in assumed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to plan with; give --acceptance and --cost-ratio (0.7 and 0.05, say), or --model"),
+        (["--acceptance", "0.7"], "--acceptance needs --cost-ratio"),
+        (["--acceptance", "1.1", "--cost-ratio", "0"], "acceptance is 1.1; it must be from 0 to 1"),
+        (["--acceptance", "nan", "--cost-ratio", "0"], "acceptance is nan; it must be from 0 to 1"),
+        (["--acceptance", "0.7", "--cost-ratio", "-1"], "cost ratio is -1; it must be a number from 0"),
+        (["--cost-ratio", "0", "--num-speculative-tokens", "257"], "num_speculative_tokens is 257; it must be"),
+        (["--cost-ratio", "0", "--num-speculative-tokens", "-1"], "from 0 to 256"),
+        (["--cost-ratio", "0", "--batch", "0"], "batch is 0; it must be at least 1"),
+        (["--cost-ratio", "0", "--context", "1"], "context is 1; it must be at least 2 tokens"),
+        (["--cost-ratio", "0", "--memory", "0"], "memory is 0; it must be a number of GiB above 0"),
+        (["--cost-ratio", "0", "--max-tokens", "0"], "max_tokens is 0; it must be"),
+        (["--cost-ratio", "0", "--temperature", "-1"], "temperature is -1.0; it must be"),
+        (["--cost-ratio", "0", "--draft", "draft"], "--draft draft is given without --model"),
+        (["--cost-ratio", "0", "--measure"], "there is nothing to measure without a model; give --model"),
+        (["--cost-ratio", "0", "--prompts", "mine.jsonl"], "there is nothing to measure without a model"),
+        (["--model", "nowhere"], "there is no model 'nowhere' here"),
+        (["--model", "broken"], "cannot load 'broken': "),
+        (["--model", "bare", "--measure"], "cannot measure: bare has no weights; leave --measure out"),
+        (["--model", "target", "--draft", "bare", "--measure"], "cannot measure: bare has no weights"),
+        (["--model", "bare", "--context", "513"], "context is 513, and bare has 512 positions; give at most so many"),
+        (["--model", "bare", "--device", "tpu"], "device is 'tpu'; it must be cpu, cuda or cuda:N"),
+        (["--model", "bare", "--device", "meta"], "device is 'meta'; it must be cpu, cuda or cuda:N"),
+        (["--model", "bare", "--device", "cuda:77"], "give --memory GiB, or --device cpu"),
+        (["--model", "bare", "--dtype", "int3"], "dtype is 'int3'; it must be one of float32"),
+        (["--model", "target", "--prompts", "no.jsonl"], "cannot read prompts from no.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_next_step(run: Run, words: list[str], message: str) -> None:
+    ran = run(*words)
+    assert (ran.code, ran.out) == (2, "")
+    assert len(ran.err.strip().splitlines()) == 1
+    assert ran.err.startswith("flashspec: ")
+    assert message in ran.err
