@@ -17,7 +17,7 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
 from flashspec.core import Draft, Sequence
@@ -30,6 +30,7 @@ OWN_DECAY = 0.95  # of what a sequence has shown, for each further draft: texts 
 ALL_DECAY = 0.99  # of what all sequences have shown
 PRIOR_RATE = 0.7  # acceptance before anything was seen
 SURENESS = (0.4, 0.55, 0.7, 0.8, 0.9)  # borders of the classes of texts, by how sure the target is of its own tokens
+LOOK_EVERY = 8  # steps between two looks at things that change slowly, to keep a step's choice cheap
 LOOK_FIRST = 4  # tokens of a text to be seen before a draft model is made to read it, unless it is sure
 SURE_CLASS = 3
 PRIOR_DRAFTS = 6.0  # what is known from elsewhere counts as much as so many drafts
@@ -38,6 +39,7 @@ PROBE_EVERY = 32  # steps without a draft before one is tried again
 PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
 MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
+READING_MARGIN = 3.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
 FREE_READING = 4  # tokens that a drafter catches up with in any case
 LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
 
@@ -95,8 +97,12 @@ class _State:
     wait: int = PROBE_EVERY
     is_probing: bool = False
     reason: str = ""
+    num_steps: int = 0
+    reading_reason: str = ""
+    reading_pays: bool = False  # when it was last asked
+    asked_at: int = -LOOK_EVERY  # output tokens then
     sureness: float | None = None  # the target's largest probability, a decayed mean
-    goal: tuple[float, int, int] = (0.0, 1, 1)  # tokens a second to beat, rows of the batch, rows that draft
+    goal: tuple[float, int, float] = (0.0, 1, 1.0)  # tokens a second to beat, rows of the batch, rows likely to draft
 
 
 class StepCosts:
@@ -175,11 +181,13 @@ class Controller:
         rows = len(seqs)
         outlooks = [self._outlook(*each, rows) for each in zip(seqs, limits, backlogs, strict=True)]
         k, chosen, rate = self._best(outlooks)
+        drafting = sum(outlooks[i].reach(1) for i in chosen)
         budgets = []
         for i, (seq, limit, backlog) in enumerate(zip(seqs, limits, backlogs, strict=True)):
             state = self._states[seq.id]
             budget = min(k, limit) if i in chosen else self._probe(state, limit, backlog, rows)
-            state.goal = (rate, rows, max(len(chosen), 1))
+            # if this row drafts, the others that do share the cost of the width; those without a guess do not
+            state.goal = (rate, rows, 1 + drafting - (outlooks[i].reach(1) if i in chosen else 0.0))
             state.num_idle = 0 if budget else state.num_idle + (limit > 0)
             state.wait = PROBE_EVERY if i in chosen else state.wait
             state.is_probing = state.is_probing and i not in chosen
@@ -195,9 +203,9 @@ class Controller:
         rate, rows, drafting = state.goal
         n = len(confidences)
         wider = self.costs.step(n + 1, rows) - self.costs.step(n, rows)
-        longer = self.costs.draft(n, drafting) - self.costs.draft(n - 1, drafting)
+        longer = self.costs.draft(n, round(drafting)) - self.costs.draft(n - 1, round(drafting))
         is_worth = chance >= rate * (wider + longer) / drafting
-        return is_worth or self._try_anyway(confidences)
+        return is_worth or self._try_anyway(confidences, price=wider + longer, rows=rows)
 
     def reason(self, seq: Sequence) -> str:
         """Why the sequence's last budget was 0."""
@@ -221,17 +229,26 @@ class Controller:
     # afterwards
 
     def observe(
-        self, seq: Sequence, budget: int, draft: Draft, num_accepted: int, *, sureness: float | None = None
+        self,
+        seq: Sequence,
+        budget: int,
+        draft: Draft,
+        num_accepted: int,
+        *,
+        sureness: Callable[[], float] | None = None,
     ) -> None:
         """What became of a draft; an empty one for a budget is news as well.
 
         Args:
-            sureness: the target's largest probability at the context. Where the target is sure of its tokens, a
-                smaller model is likely to guess them: what is expected of a draft model before it has guessed.
+            sureness: gives the target's largest probability at the context, if it is asked. Where the target is sure
+                of its tokens, a smaller model is likely to guess them: what is expected of a draft model before it
+                has guessed.
         """
         state = self._states.setdefault(seq.id, _State())
-        if sureness is not None:
-            state.sureness = sureness if state.sureness is None else 0.9 * state.sureness + 0.1 * sureness
+        if sureness is not None and (state.num_steps < LOOK_EVERY or state.num_steps % LOOK_EVERY == 0):
+            new = sureness()
+            state.sureness = new if state.sureness is None else 0.8 * state.sureness + 0.2 * new
+        state.num_steps += 1
         if budget == 0:
             return
         kind = self._last_class = _kind(state)
@@ -249,7 +266,7 @@ class Controller:
         state = self._states.pop(seq.id, None)
         if state is None or not seq.num_output_tokens:
             return
-        self._typical_output += 0.1 * (seq.num_output_tokens - self._typical_output)
+        self._typical_output += 0.3 * (seq.num_output_tokens - self._typical_output)
         if not state.drafted.tried:
             self._fade(_kind(state))
 
@@ -268,16 +285,27 @@ class Controller:
         outlook = _Outlook(_products(rates), _products(lengths))
         state.reason = "guesses hold too rarely for what they cost"
         if reading := self.costs.reading(backlog):
-            if seq.num_output_tokens < LOOK_FIRST and kind < SURE_CLASS and seq.sampling.max_tokens > 4 * LOOK_FIRST:
+            is_early = seq.num_output_tokens < LOOK_FIRST < seq.sampling.max_tokens / 4
+            if is_early and kind < SURE_CLASS:
                 state.reason = "the text has only begun"
                 return _Outlook([], [])
+            if not self._reading_pays(seq, state, outlook, reading, rows):
+                return _Outlook([], [])
+        return outlook
+
+    def _reading_pays(self, seq: Sequence, state: _State, outlook: _Outlook, reading: float, rows: int) -> bool:
+        """Whether what drafts are likely to save until the end is more than the seconds of reading first."""
+        if seq.num_output_tokens >= state.asked_at + LOOK_EVERY:
+            state.asked_at = seq.num_output_tokens
             _, chosen, rate = self._best([outlook] + [_Outlook([], [])] * (rows - 1))
             left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
             saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
-            if chosen and saved <= reading:
-                state.reason = "reading the text so far would cost the draft model more than it saves"
-                return _Outlook([], [])
-        return outlook
+            state.reading_pays = saved > READING_MARGIN * reading
+            state.reading_reason = (
+                "reading the text so far would cost the draft model more than it saves" if chosen else state.reason
+            )
+        state.reason = state.reading_reason
+        return state.reading_pays
 
     def _best(self, outlooks: Seq[_Outlook]) -> tuple[int, set[int], float]:
         """The k, the sequences that draft and the tokens a second, all rows together.
@@ -291,7 +319,7 @@ class Controller:
         steps = [plain]
         for k in LENGTHS:
             gains = sorted(((o.gain(k), i) for i, o in enumerate(outlooks) if o.survival), reverse=True)
-            if not gains or k > self.max_tokens:
+            if not gains or k > min(self.max_tokens, max(2 * best[0], 4)):  # it rises to one maximum, or never
                 break
             steps += [self.costs.step(width + 1, rows) for width in range(len(steps), k + 1)]
             for count in _halvings(len(gains)):
@@ -318,7 +346,8 @@ class Controller:
         plain = self.costs.step(1, rows)
         price = self.costs.reading(backlog) + self.costs.draft(1) + self.costs.step(2, rows) - plain
         is_due = state.num_idle >= state.wait
-        state.is_probing = limit > 0 and is_due and (state.wait == 0 or price <= PROBE_SHARE * state.num_idle * plain)
+        earned = PROBE_SHARE * state.num_idle * plain / rows  # all rows wait for one that probes
+        state.is_probing = limit > 0 and is_due and (state.wait == 0 or price <= earned)
         return int(state.is_probing)
 
     # confidence
@@ -342,14 +371,18 @@ class Controller:
                 counts.tried = counts.tried * decay + 1
                 counts.hit = counts.hit * decay + (i < num_accepted)
 
-    def _try_anyway(self, confidences: Seq[float | None]) -> bool:
+    def _try_anyway(self, confidences: Seq[float | None], *, price: float, rows: int) -> bool:
         """Now and then, or a class once found wanting would be so for good."""
         last = confidences[-1]
         if last is None or len(confidences) > 1:
             return False
         level = self._levels[bisect_right(LEVELS, last)]
-        level.num_refused = (level.num_refused + 1) % PROBE_EVERY
-        return level.num_refused == 0
+        level.num_refused += 1
+        earned = PROBE_SHARE * level.num_refused * self.costs.step(1, rows) / rows
+        if level.num_refused < PROBE_EVERY or price > earned:
+            return False
+        level.num_refused = 0
+        return True
 
     def _fade(self, kind: int) -> None:
         """A request without a draft teaches nothing, so what was learned ages, and one day is tried again."""

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import overload
 
 import torch
@@ -296,7 +297,7 @@ class LocalEngine:
         for seq, budget, draft, verdict, score in zip(work.seqs, work.budgets, drafts, verdicts, scores, strict=True):
             self._count_step(seq, budget, draft)
             if self.controller is not None:
-                sureness = largest_probability(score.logits[0], seq.sampling.temperature)
+                sureness = partial(largest_probability, score.logits[0], seq.sampling.temperature)
                 self.controller.observe(seq, budget, draft, len(verdict.accepted), sureness=sureness)
         if self.controller is None or work.has_prompt:
             return

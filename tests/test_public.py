@@ -16,6 +16,7 @@ from flashspec import cli
 
 ROOT = Path(flashspec.__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]
+SHOWING_COMMANDS = ["README.md", "docs/measuring.md"]
 REPLACED = {"--model", "--draft"}  # models that tests do not have: the default one stands in
 
 
@@ -25,8 +26,8 @@ def blocks(readme: str, language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines() if line.strip()]
-    return [line for line in lines if line.startswith("flashspec ")]
+    lines = [line for name in SHOWING_COMMANDS for block in blocks(name, "sh") for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line.startswith("flashspec ")))
 
 
 def table(readme: str) -> list[list[str]]:
@@ -54,6 +55,8 @@ def test_commands_run(
         if flag in words:
             words[words.index(flag) + 1] = value
     monkeypatch.chdir(tmp_path)
+    if "--config" in words:
+        Path("flashspec.toml").write_text('drafter = "ngram"', encoding="utf-8")
     for word in words:
         if word.endswith(".jsonl"):
             Path(word).write_text(json.dumps({"prompt": "1 2 3 1 2 3"}), encoding="utf-8")
@@ -63,7 +66,8 @@ def test_commands_run(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     output = capfd.readouterr()
-    assert not ended.value.code, output.err
+    allowed = (None, 0, 1) if words[1] == "doctor" else (None, 0)  # 1: it has found something, which is no failure
+    assert ended.value.code in allowed, output.err
     assert output.out.strip()
 
 

@@ -139,23 +139,27 @@ def _shares(runs: Seq[Run]) -> dict[str, float] | None:
 def _predicted(task: Task, method: Method, condition: Condition, mine: dict[Key, Run], curves: Curves) -> float | None:
     """Speedup from the measured draft lengths, acceptance and costs, if nothing but the forwards took time.
 
-    Tokens after the first, each a plain step, over the scored positions and the draft model's forwards, its reading
-    of the prompt included. None where rows share a forward: its width is the longest draft's.
+    Median over the prompts, as for the measured one. None where rows share a forward: its width is the longest
+    draft's.
     """
     if condition.batch > 1 or (method.draft_model is None and method.drafter not in ("ngram", PLAIN)):
         return None
-    cost, drafting = curves[None], curves.get(method.draft) if method.draft else None
-    plain = spent = 0.0
-    for (number, _), run in mine.items():
-        plain += cost(1) * (run.num_tokens - 1)
-        lengths = {int(length): count for length, count in run.stats.draft_lengths.items()}
-        lengths[0] = lengths.get(0, 0) - 1  # the first step, which reads the prompt
-        spent += sum(count * cost(length + 1) for length, count in lengths.items())
-        if drafting is not None:
-            spent += sum(count * length for length, count in lengths.items()) * drafting(1)
-            if any(lengths.values()) and run.stats.num_drafts:
-                spent += drafting(len(task.prompts[number][1])) - drafting(1)
-    return plain / spent if spent > 0 else None
+    cost, drafting = curves[None], curves[method.draft] if method.draft else None
+    return _middle([
+        _without_overhead(run, len(task.prompts[number][1]), cost, drafting) for (number, _), run in mine.items()
+        if run.num_tokens > 1
+    ])  # fmt: skip
+
+
+def _without_overhead(run: Run, prompt: int, cost: CostCurve, drafting: CostCurve | None) -> float:
+    """Tokens after the first, each a plain step, over scored positions, draft tokens and the reading of the prompt."""
+    lengths = {int(length): count for length, count in run.stats.draft_lengths.items()}
+    lengths[0] = lengths.get(0, 0) - 1  # the first step, which reads the prompt
+    spent = sum(count * cost(length + 1) for length, count in lengths.items())
+    if drafting is not None and run.stats.num_drafts:
+        spent += sum(count * length for length, count in lengths.items()) * drafting(1)
+        spent += drafting(prompt) - drafting(1)
+    return cost(1) * (run.num_tokens - 1) / spent
 
 
 # equality
