@@ -14,13 +14,15 @@ SpecDec++ (Huang et al. 2024, arXiv 2405.19715), with a calibration learned whil
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from flashspec.core import Draft, Sequence
+from flashspec.core import FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
 from flashspec.costs import CostCurve
 
 AUTO = "auto"
@@ -54,12 +56,18 @@ class Rates:
 
     def observe(self, hits: int, limit: int, *, decay: float | None = None) -> None:
         """The first ``hits`` positions held, and the next one did not, unless it lies behind ``limit``."""
+        self.fade(decay or self.decay)
         seen = min(hits + 1, limit)
         for counts in (self.tried, self.hit):
-            counts[:] = [count * (decay or self.decay) for count in counts] + [0.0] * (seen - len(counts))
+            counts.extend([0.0] * (seen - len(counts)))
         for i in range(seen):
             self.tried[i] += 1
             self.hit[i] += i < hits
+
+    def fade(self, factor: float) -> None:
+        """Let what was seen count less."""
+        for counts in (self.tried, self.hit):
+            counts[:] = [count * factor for count in counts]
 
     def estimate(self, count: int, prior: Seq[float]) -> list[float]:
         """The rate of each position, given that those before it held.
@@ -71,17 +79,29 @@ class Rates:
         for i in range(count):
             expected = prior[i] if i == 0 else min(found[-1] * prior[i] / max(prior[i - 1], 1e-3), 1.0)
             tried, hit = (self.tried[i], self.hit[i]) if i < len(self.tried) else (0.0, 0.0)
-            found.append((hit + PRIOR_DRAFTS * expected) / (tried + PRIOR_DRAFTS))
+            found.append(_shrunk(hit, tried, expected))
         return found
+
+
+def _shrunk(hit: float, tried: float, prior: float) -> float:
+    """hit / tried, leaning on ``prior`` while little was tried."""
+    return (hit + PRIOR_DRAFTS * prior) / (tried + PRIOR_DRAFTS)
 
 
 @dataclass(slots=True)
 class _Level:
-    """How often guesses of one class of confidence were accepted."""
+    """How often guesses of one kind (a class of confidence, say) were accepted; decayed counts."""
 
     tried: float = 0.0
     hit: float = 0.0
     num_refused: int = 0
+
+    def observe(self, is_hit: bool, decay: float) -> None:
+        self.tried = self.tried * decay + 1
+        self.hit = self.hit * decay + is_hit
+
+    def rate(self, prior: float) -> float:
+        return _shrunk(self.hit, self.tried, prior)
 
 
 @dataclass(slots=True)
@@ -90,16 +110,14 @@ class _State:
 
     accepted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # acceptance, of what the rules let be drafted
     drafted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # how far drafts go
-    tried: float = 0.0  # drafted guesses reached, for the level of this text
-    hit: float = 0.0
-    expected: float = 0.0  # hits, by the confidences
+    guesses: _Level = field(default_factory=_Level)  # that were reached, wherever in a draft
+    expected: float = 0.0  # hits among them, by their confidences
     num_idle: int = 0  # steps since the last draft
     wait: int = PROBE_EVERY
     is_probing: bool = False
     reason: str = ""
     num_steps: int = 0
-    reading_reason: str = ""
-    reading_pays: bool = False  # when it was last asked
+    refusal: str | None = None  # why reading the text does not pay, when that was last asked; None: it does
     asked_at: int = -LOOK_EVERY  # output tokens then
     sureness: float | None = None  # the target's largest probability, a decayed mean
     goal: tuple[float, int, float] = (0.0, 1, 1.0)  # tokens a second to beat, rows of the batch, rows likely to draft
@@ -185,12 +203,13 @@ class Controller:
         budgets = []
         for i, (seq, limit, backlog) in enumerate(zip(seqs, limits, backlogs, strict=True)):
             state = self._states[seq.id]
-            budget = min(k, limit) if i in chosen else self._probe(state, limit, backlog, rows)
+            if i in chosen:
+                budget, state.wait, state.is_probing = min(k, limit), PROBE_EVERY, False
+            else:
+                budget = self._probe(state, limit, backlog, rows)
             # if this row drafts, the others that do share the cost of the width; those without a guess do not
             state.goal = (rate, rows, 1 + drafting - (outlooks[i].reach(1) if i in chosen else 0.0))
             state.num_idle = 0 if budget else state.num_idle + (limit > 0)
-            state.wait = PROBE_EVERY if i in chosen else state.wait
-            state.is_probing = state.is_probing and i not in chosen
             budgets.append(budget)
         return budgets
 
@@ -268,7 +287,9 @@ class Controller:
             return
         self._typical_output += 0.3 * (seq.num_output_tokens - self._typical_output)
         if not state.drafted.tried:
-            self._fade(_kind(state))
+            # it taught nothing, so what was learned ages, and one day such a text is tried again
+            for rates in (self._accepted[_kind(state)], self._drafted[_kind(state)]):
+                rates.fade(FADING)
 
     # parts of a choice
 
@@ -277,8 +298,8 @@ class Controller:
         state = self._states.setdefault(seq.id, _State())
         count = min(limit, self.max_tokens)
         if count <= 0:
-            state.reason = "the last token" if seq.num_output_tokens else "the first token"
-            return _Outlook([], [])
+            state.reason = LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN
+            return NOTHING
         kind, prior = _kind(state), PRIOR_RATE if state.sureness is None else state.sureness
         rates = state.accepted.estimate(count, self._accepted[kind].estimate(count, [prior] * count))
         lengths = state.drafted.estimate(count, self._drafted[kind].estimate(count, [1.0] * count))
@@ -288,24 +309,27 @@ class Controller:
             is_early = seq.num_output_tokens < LOOK_FIRST < seq.sampling.max_tokens / 4
             if is_early and kind < SURE_CLASS:
                 state.reason = "the text has only begun"
-                return _Outlook([], [])
-            if not self._reading_pays(seq, state, outlook, reading, rows):
-                return _Outlook([], [])
+                return NOTHING
+            self._weigh_reading(seq, state, outlook, reading, rows)
+            if state.refusal is not None:
+                state.reason = state.refusal
+                return NOTHING
         return outlook
 
-    def _reading_pays(self, seq: Sequence, state: _State, outlook: _Outlook, reading: float, rows: int) -> bool:
-        """Whether what drafts are likely to save until the end is more than the seconds of reading first."""
-        if seq.num_output_tokens >= state.asked_at + LOOK_EVERY:
-            state.asked_at = seq.num_output_tokens
-            _, chosen, rate = self._best([outlook] + [_Outlook([], [])] * (rows - 1))
-            left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
-            saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
-            state.reading_pays = saved > READING_MARGIN * reading
-            state.reading_reason = (
-                "reading the text so far would cost the draft model more than it saves" if chosen else state.reason
-            )
-        state.reason = state.reading_reason
-        return state.reading_pays
+    def _weigh_reading(self, seq: Sequence, state: _State, outlook: _Outlook, reading: float, rows: int) -> None:
+        """Now and then: whether what drafts are likely to save until the end is more than the seconds of reading."""
+        if seq.num_output_tokens < state.asked_at + LOOK_EVERY:
+            return
+        state.asked_at = seq.num_output_tokens
+        _, chosen, rate = self._best([outlook] + [NOTHING] * (rows - 1))
+        left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
+        saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
+        if saved > READING_MARGIN * reading:
+            state.refusal = None
+        elif chosen:
+            state.refusal = "reading the text so far would cost the draft model more than it saves"
+        else:
+            state.refusal = state.reason
 
     def _best(self, outlooks: Seq[_Outlook]) -> tuple[int, set[int], float]:
         """The k, the sequences that draft and the tokens a second, all rows together.
@@ -333,11 +357,11 @@ class Controller:
 
     def _seconds(self, k: int, outlooks: Seq[_Outlook], steps: Seq[float]) -> float:
         """Of a step, by how long the longest of its drafts is likely to be."""
-        seconds, before = 0.0, 1.0
-        for length in range(1, k + 2):  # drafts of length - 1 at most
-            shorter = 1.0 if length > k else math.prod(1 - outlook.reach(length) for outlook in outlooks)
-            seconds += (shorter - (1 - before)) * steps[length - 1]
-            before = 1 - shorter
+        seconds = below = 0.0
+        for length in range(k + 1):
+            no_longer = 1.0 if length == k else math.prod(1 - outlook.reach(length + 1) for outlook in outlooks)
+            seconds += (no_longer - below) * steps[length]
+            below = no_longer
         drafting = sum(max(outlook.reach(length) for outlook in outlooks) for length in range(1, k + 1))
         return seconds + drafting * self.costs.draft(1, len(outlooks))
 
@@ -354,41 +378,35 @@ class Controller:
 
     def _chance(self, state: _State, confidence: float | None) -> float:
         """That a guess is accepted, given that those before it were."""
-        mean = (self._total.hit + PRIOR_DRAFTS * PRIOR_RATE) / (self._total.tried + PRIOR_DRAFTS)
+        mean = self._total.rate(PRIOR_RATE)
         if confidence is None:
-            return (state.hit + PRIOR_DRAFTS * mean) / (state.tried + PRIOR_DRAFTS)
-        level = self._levels[bisect_right(LEVELS, confidence)]
-        rate = (level.hit + PRIOR_DRAFTS * mean) / (level.tried + PRIOR_DRAFTS)
-        return min(rate * (state.hit + PRIOR_DRAFTS) / (state.expected + PRIOR_DRAFTS), 1.0)
+            return state.guesses.rate(mean)
+        rate = self._level(confidence).rate(mean)
+        return min(rate * _shrunk(state.guesses.hit, state.expected, 1.0), 1.0)
+
+    def _level(self, confidence: float) -> _Level:
+        return self._levels[bisect_right(LEVELS, confidence)]
 
     def _calibrate(self, state: _State, draft: Draft, num_accepted: int) -> None:
         confidences = draft.confidences or [0.0] * len(draft)
         for i, confidence in enumerate(confidences[: num_accepted + 1]):
-            level = self._levels[bisect_right(LEVELS, confidence)]
-            before = (level.hit + PRIOR_DRAFTS * PRIOR_RATE) / (level.tried + PRIOR_DRAFTS)
-            state.expected = OWN_DECAY * state.expected + before
-            for counts, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (state, OWN_DECAY)):
-                counts.tried = counts.tried * decay + 1
-                counts.hit = counts.hit * decay + (i < num_accepted)
+            level = self._level(confidence)
+            state.expected = OWN_DECAY * state.expected + level.rate(PRIOR_RATE)
+            for each, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (state.guesses, OWN_DECAY)):
+                each.observe(i < num_accepted, decay)
 
     def _try_anyway(self, confidences: Seq[float | None], *, price: float, rows: int) -> bool:
         """Now and then, or a class once found wanting would be so for good."""
         last = confidences[-1]
         if last is None or len(confidences) > 1:
             return False
-        level = self._levels[bisect_right(LEVELS, last)]
+        level = self._level(last)
         level.num_refused += 1
         earned = PROBE_SHARE * level.num_refused * self.costs.step(1, rows) / rows
         if level.num_refused < PROBE_EVERY or price > earned:
             return False
         level.num_refused = 0
         return True
-
-    def _fade(self, kind: int) -> None:
-        """A request without a draft teaches nothing, so what was learned ages, and one day is tried again."""
-        for rates in (self._accepted[kind], self._drafted[kind]):
-            for counts in (rates.tried, rates.hit):
-                counts[:] = [count * FADING for count in counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,17 +424,16 @@ class _Outlook:
         return self.lengths[length - 1] if length <= len(self.lengths) else 0.0
 
 
+NOTHING = _Outlook([], [])
+
+
 def _kind(state: _State) -> int:
     """The class of a text; a sure one until the target has been seen."""
     return bisect_right(SURENESS, 0.8 if state.sureness is None else state.sureness)
 
 
 def _products(rates: Seq[float]) -> list[float]:
-    found, product = [], 1.0
-    for rate in rates:
-        product *= rate
-        found.append(product)
-    return found
+    return list(accumulate(rates, operator.mul))
 
 
 def _halvings(count: int) -> list[int]:

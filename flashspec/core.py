@@ -29,6 +29,8 @@ Verification = Literal["auto", "rejection", "block", "coupled"]
 FinishReason = Literal["stop", "length", "abort"]
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
 ROOT = -1  # parent of a draft's first node: the last committed token
+FIRST_TOKEN = "the first token"  # steps in which nothing could be drafted, by reason
+LAST_TOKEN = "the last token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +307,11 @@ class SpecStats:
                 counts[key] = counts.get(key, 0) + count
         _count(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
         _count(self.num_reached_per_pos, other.num_reached_per_pos)
+
+    @property
+    def num_draftable_steps(self) -> int:
+        """Steps that had room for a draft."""
+        return self.num_steps - self.no_draft.get(FIRST_TOKEN, 0) - self.no_draft.get(LAST_TOKEN, 0)
 
     @property
     def acceptance_by_position(self) -> list[float]:

@@ -15,6 +15,8 @@ import torch
 from flashspec.controller import FREE_READING, Controller
 from flashspec.core import (
     EMPTY,
+    FIRST_TOKEN,
+    LAST_TOKEN,
     Chunk,
     Draft,
     Drafter,
@@ -57,6 +59,7 @@ class _Work:
 
     seqs: list[Sequence]
     budgets: list[int]  # draft tokens for each
+    reasons: list[str]  # for a budget of 0
     backlogs: list[int]  # what the drafter had to read for each first
     has_prompt: bool  # its times are not those of a decode step
 
@@ -127,11 +130,12 @@ class LocalEngine:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.controller = None if isinstance(num_speculative_tokens, int) else num_speculative_tokens
-        longest = num_speculative_tokens if self.controller is None else self.controller.max_tokens
+        self.controller: Controller | None = None
+        if isinstance(num_speculative_tokens, Controller):
+            self.controller, num_speculative_tokens = num_speculative_tokens, num_speculative_tokens.max_tokens
         self.scheduler = Scheduler(
             max_batch=max_batch,
-            num_speculative_tokens=longest if drafter is not None else 0,  # type: ignore[arg-type]
+            num_speculative_tokens=num_speculative_tokens if drafter is not None else 0,
             max_length=target.max_length,
         )
         if drafter is not None:
@@ -282,9 +286,13 @@ class LocalEngine:
         """The draft lengths of this step, and what is remembered of it for the controller."""
         has_prompt = any(seq.num_output_tokens == 0 for seq in seqs)
         if self.controller is None or self.drafter is None:
-            return _Work(seqs, limits, [0] * len(seqs), has_prompt)
+            reasons = [LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN for seq in seqs]
+            if self.drafter is None:
+                reasons = ["there is no drafter"] * len(seqs)
+            return _Work(seqs, limits, reasons, [0] * len(seqs), has_prompt)
         backlogs = [self.drafter.backlog(seq) for seq in seqs]
-        return _Work(seqs, self.controller.budgets(seqs, limits, backlogs), backlogs, has_prompt)
+        budgets = self.controller.budgets(seqs, limits, backlogs)
+        return _Work(seqs, budgets, [self.controller.reason(seq) for seq in seqs], backlogs, has_prompt)
 
     def _learn(
         self,
@@ -294,8 +302,10 @@ class LocalEngine:
         scores: list[Score],
         times: tuple[float, float, float, float],
     ) -> None:
-        for seq, budget, draft, verdict, score in zip(work.seqs, work.budgets, drafts, verdicts, scores, strict=True):
-            self._count_step(seq, budget, draft)
+        steps = zip(work.seqs, work.budgets, work.reasons, drafts, verdicts, scores, strict=True)
+        for seq, budget, reason, draft, verdict, score in steps:
+            for stats in (self._requests[seq.id].stats, self._stats):
+                stats.record_step(len(draft), "the drafter had no guess worth trying" if budget else reason)
             if self.controller is not None:
                 sureness = partial(largest_probability, score.logits[0], seq.sampling.temperature)
                 self.controller.observe(seq, budget, draft, len(verdict.accepted), sureness=sureness)
@@ -393,17 +403,6 @@ class LocalEngine:
             stats.num_emitted_tokens += len(chunk.tokens)
             if len(draft):
                 stats.record(num_accepted if is_cut else len(draft), num_accepted)
-
-    def _count_step(self, seq: Sequence, budget: int, draft: Draft) -> None:
-        reason = "the drafter had no guess worth trying"
-        if self.drafter is None:
-            reason = "there is no drafter"
-        elif budget == 0:
-            is_first = seq.num_output_tokens <= 1
-            reason = "the first token" if is_first else "the last token"
-            reason = (self.controller.reason(seq) if self.controller is not None else "") or reason
-        for stats in (self._requests[seq.id].stats, self._stats):
-            stats.record_step(len(draft), reason)
 
     def _record(self, seqs: list[Sequence], chunks: list[Chunk], times: tuple[float, float, float, float]) -> None:
         started, drafted, scored, now = times

@@ -8,14 +8,17 @@ from flashspec.controller import AUTO
 from flashspec.core import Sequence, Status
 from flashspec.errors import OptionError
 
+MOST_DRAFT_TOKENS = 256
 
-def check_draft_length(num_speculative_tokens: int | str) -> None:
+
+def check_draft_length(num_speculative_tokens: int | str, *, or_auto: bool = False) -> None:
     """Raise OptionError for a draft length outside its range."""
-    if num_speculative_tokens == AUTO:
+    if or_auto and num_speculative_tokens == AUTO:
         return
-    if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= 256:
+    if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= MOST_DRAFT_TOKENS:
         raise OptionError(
-            f"num_speculative_tokens is {num_speculative_tokens!r}; it must be {AUTO} or a whole number from 0 to 256"
+            f"num_speculative_tokens is {num_speculative_tokens!r}; it must be {f'{AUTO} or ' if or_auto else ''}a "
+            f"whole number from 0 to {MOST_DRAFT_TOKENS}"
         )
 
 

@@ -13,8 +13,8 @@ from flashspec.core import SpecStats
 from flashspec.costs import CostCurve
 from flashspec.doctor.drafts import ENOUGH, acceptance, too_few
 from flashspec.doctor.finding import Finding
+from flashspec.planner import WORTH
 
-WORTH = 1.05  # expected speedup below which measurement noise and the loop's own time eat the gain
 CHEAP = 0.05  # the cost of a good draft model's token, in target steps
 GOOD = 0.8  # the acceptance of a good draft model
 PRIOR = 4.0  # reached draft tokens that the mean rate counts as, where a position was reached rarely
@@ -60,8 +60,7 @@ def outlook_of(stats: SpecStats, cost: CostCurve, draft_cost: CostCurve | None) 
     )
     mean = acceptance(stats)
     rates = [(hit + PRIOR * mean) / (tried + PRIOR) for hit, tried in zip(accepted, reached, strict=True)]
-    tried = stats.num_steps - sum(stats.no_draft.get(reason, 0) for reason in ("the first token", "the last token"))
-    return Outlook(rates, stats.num_drafts / max(tried, 1), cost, draft_cost)
+    return Outlook(rates, stats.num_drafts / max(stats.num_draftable_steps, 1), cost, draft_cost)
 
 
 def check_speed(stats: SpecStats, outlook: Outlook) -> Finding:

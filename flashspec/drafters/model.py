@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
             batch = [shadows[i].sequence for i in live]
             scores = self.target.score(batch, [EMPTY] * len(batch))
             guessed = [i for i, score in zip(live, scores, strict=True) if self._guess(shadows[i], score.logits)]
-            live = [i for i in guessed if self._goes_on(shadows[i], seqs[i], lengths[i])]
+            live = [i for i in guessed if self._goes_on(shadows[i], lengths[i])]
         return [self._draft(shadows.get(i)) for i in range(len(seqs))]
 
     def backlog(self, seq: Sequence) -> int:
@@ -112,10 +112,10 @@ class ModelDrafter(Drafter):
         shadow.probs.append(q.dense()[0])
         return token
 
-    def _goes_on(self, shadow: _Shadow, seq: Sequence, length: int) -> bool:
-        mine = shadow.sequence
+    def _goes_on(self, shadow: _Shadow, length: int) -> bool:
+        seq = shadow.sequence  # of the request's own id
         # the last guess is in the draft whatever it is; that nothing can follow it is a fact of the prefix
-        if len(mine) - shadow.num_committed >= length or mine.tokens[-1] in mine.eos_tokens:
+        if len(seq) - shadow.num_committed >= length or seq.tokens[-1] in seq.eos_tokens:
             return False
         return self.rule is None or self.rule.worth(seq, [*shadow.confidences, None])
 

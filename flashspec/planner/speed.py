@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from flashspec.controller import MAX_TOKENS
 from flashspec.core import SpecStats
 from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
+from flashspec.scheduler import MOST_DRAFT_TOKENS
 
-LONGEST = 16  # draft tokens that a search for the best k considers, as the controller does
-MOST = 256  # draft tokens that the scheduler allows
+LONGEST = MAX_TOKENS  # draft tokens that a search for the best k considers
 NEAR = 0.995  # of the best speedup
 FLAT = CostCurve(((1, 1.0),))  # scoring more tokens costs no more: a machine that mostly waits for its memory
 
@@ -36,7 +37,7 @@ def check_cost_ratio(cost_ratio: float) -> None:
         )
 
 
-def check_k(k: int, *, most: int = MOST) -> None:
+def check_k(k: int, *, most: int = MOST_DRAFT_TOKENS) -> None:
     """Raise OptionError for a draft length outside its range."""
     if not 0 <= k <= most:
         raise OptionError(f"num_speculative_tokens is {k}; it must be a whole number from 0 to {most}")
@@ -188,9 +189,7 @@ def observed(stats: SpecStats, longest: int) -> tuple[tuple[float, ...], tuple[f
 
     Over the steps that were allowed to draft, those near the end of an output included, whose drafts are cut short.
     """
-    steps = sum(stats.draft_lengths.values()) - sum(
-        stats.no_draft.get(why, 0) for why in ("the first token", "the last token")
-    )
+    steps = max(stats.num_draftable_steps, 1)
     accepted = [*stats.num_accepted_tokens_per_pos, *[0] * longest][:longest]
     drafted = [sum(n for length, n in stats.draft_lengths.items() if int(length) > i) for i in range(longest)]
-    return tuple(n / max(steps, 1) for n in accepted), tuple(n / max(steps, 1) for n in drafted)
+    return tuple(n / steps for n in accepted), tuple(n / steps for n in drafted)
