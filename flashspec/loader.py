@@ -100,7 +100,7 @@ def load(
         FlashSpecError: with what was wrong, the limit and the next step.
     """
     kind, name = choose_drafter(drafter, has_draft=draft is not None)
-    check_draft_length(num_speculative_tokens)
+    check_draft_length(num_speculative_tokens, or_auto=True)
     make = partial(
         load_model,
         device=device,
@@ -120,24 +120,17 @@ def load(
     assert made is None or not isinstance(made, str)
     length: int | Controller = 0
     if made is not None:
-        length = draft_length(num_speculative_tokens, loaded, small, max_rows=max_batch, progress=progress)
+        length = (
+            int(num_speculative_tokens)
+            if num_speculative_tokens != AUTO
+            else _controller(loaded, small, max_rows=max_batch, progress=progress)
+        )
     return LocalEngine(
         loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch
     )
 
 
-def draft_length(
-    num_speculative_tokens: int | str,
-    loaded: Loaded,
-    draft: Loaded | None,
-    *,
-    max_rows: int,
-    progress: Progress | None = None,
-) -> int | Controller:
-    """What LocalEngine takes: the number itself, or for ``"auto"`` a new Controller with measured costs."""
-    check_draft_length(num_speculative_tokens)
-    if isinstance(num_speculative_tokens, int):
-        return num_speculative_tokens
+def _controller(loaded: Loaded, draft: Loaded | None, *, max_rows: int, progress: Progress | None) -> Controller:
     cost = cost_curve(loaded, max_rows=max_rows, progress=progress)
     drafting = cost_curve(draft, max_rows=max_rows, is_draft=True, progress=progress) if draft is not None else None
     return Controller(cost, drafting)
@@ -199,9 +192,8 @@ def load_model(
         say(f"packing {name}'s linear layers")
         # a draft model scores a token at a time, which oneDNN's layout does not help
         limits = {"at_least": sys.maxsize} if is_draft else {}
-        counts = hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
-        logger.info("%s: linear layers in %s", name, counts)
-        layers = counts
+        layers = hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
+        logger.info("%s: linear layers in %s", name, layers)
     hf.use_grouped_attention(network)
     target = hf.HFTarget(network)
     family = network.config.model_type

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
 
+from flashspec.controller import AUTO, Controller
 from flashspec.core import SamplingParams, SpecStats
+from flashspec.costs import CostCurve
 from flashspec.engine import LocalEngine, Result
-from flashspec.loader import DRAFTERS, Loaded, draft_length
+from flashspec.loader import DRAFTERS, Loaded
 
 PLAIN = "none"
 HF_PLAIN = "hf_generate"
+Curves = Mapping[str | None, CostCurve]  # of the target (None) and of each draft model by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,6 @@ class Method:
     num_speculative_tokens: int | str | None  # None: up to the method
     run: Callable[[list[list[int]], SamplingParams], Run]
     draft: str | None = None  # the draft model's name
-    draft_model: Loaded | None = None
     max_batch: int = 1 << 20
 
     @property
@@ -71,11 +73,15 @@ def engine_methods(
     lengths: Seq[int | str],
     loaded: Loaded,
     drafts: Seq[Loaded],
+    curves: Curves,
     *,
     max_batch: int,
-    progress: Callable[[str], None],
 ) -> list[Method]:
-    """Plain decoding, then each drafter (each draft model) with each draft length."""
+    """Plain decoding, then each drafter (each draft model) with each draft length.
+
+    Args:
+        curves: costs of the target and of each draft model, for ``auto``.
+    """
     methods = []
     for name in dict.fromkeys([PLAIN, *drafters]):
         kind = DRAFTERS[name]
@@ -83,13 +89,13 @@ def engine_methods(
             for length in lengths if name != PLAIN else [0]:
                 if name != PLAIN and length == 0:
                     continue
-                drafter = kind.make(loaded, draft)
-                limit = draft_length(length, loaded, draft, max_rows=max_batch, progress=progress) if drafter else 0
+                drafter, own = kind.make(loaded, draft), draft.name if draft else None
+                limit = int(length) if length != AUTO else Controller(curves[None], curves[own] if own else None)
                 engine = LocalEngine(
                     loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit,
                     max_batch=max_batch,
                 )  # fmt: skip
-                methods.append(Method(name, length, _engine_run(engine), draft.name if draft else None, draft))
+                methods.append(Method(name, length, _engine_run(engine), own))
     return methods
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from flashspec.bench.methods import HF_PLAIN, PLAIN, Method, Run
+from flashspec.bench.methods import HF_PLAIN, PLAIN, Curves, Method, Run
 from flashspec.bench.prompts import Task
 from flashspec.core import SpecStats
 from flashspec.costs import CostCurve
@@ -20,7 +20,6 @@ from flashspec.loader import Loaded
 
 # two logits closer than this, in standard deviations of all logits, are a tie in that precision
 TIES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-Curves = Mapping[str | None, CostCurve]  # of the target (None) and of each draft model by name
 Key = tuple[int, int]  # which prompt, which repetition
 
 
@@ -142,7 +141,7 @@ def _predicted(task: Task, method: Method, condition: Condition, mine: dict[Key,
     Median over the prompts, as for the measured one. None where rows share a forward: its width is the longest
     draft's.
     """
-    if condition.batch > 1 or (method.draft_model is None and method.drafter not in ("ngram", PLAIN)):
+    if condition.batch > 1 or (method.draft is None and method.drafter not in ("ngram", PLAIN)):
         return None
     cost, drafting = curves[None], curves[method.draft] if method.draft else None
     return _middle([

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flashspec.bench.methods import PLAIN, Method, Run, engine_methods, hf_methods
+from flashspec.bench.methods import PLAIN, Curves, Method, Run, engine_methods, hf_methods
 from flashspec.bench.prompts import Task, read_prompts, tasks_of
 from flashspec.bench.rows import Condition, difference_line, rows_of, table
 from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
+from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
 from flashspec.loader import DRAFTERS, Loaded, choose_drafter, cost_curve, load_model, load_plain
 from flashspec.machine import machine
@@ -107,8 +108,7 @@ def measured(options: BenchOptions, screen: Console) -> dict[str, Any]:
     texts = {path: read_prompts(path, options.limit) for path in options.prompts}
     with Journal(options) as journal:
         with screen.status("loading") as status:
-            loaded, methods = load_methods(options, lambda line: status.update(escape(line)))
-            curves = _curves(options, loaded, methods)
+            loaded, methods, curves = load_methods(options, lambda line: status.update(escape(line)))
         tasks = tasks_of(texts, loaded, max_tokens=options.max_tokens)
         units = _units(tasks, methods, options)
         complete = _measure(units, journal, options, screen)
@@ -131,7 +131,7 @@ def check_options(options: BenchOptions) -> None:
     for name in options.drafters:
         choose_drafter(name, has_draft=bool(options.drafts))
     for length in options.num_speculative_tokens:
-        check_draft_length(length)
+        check_draft_length(length, or_auto=True)
     for name in ("batch", "temperature", "num_speculative_tokens"):
         if not getattr(options, name):
             raise OptionError(f"{name} is empty; give at least one number, or several separated by commas")
@@ -143,8 +143,8 @@ def check_options(options: BenchOptions) -> None:
         _sampling(options, condition, 0)
 
 
-def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method]]:
-    """The served model, and every method with its engine."""
+def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method], Curves]:
+    """The served model, every method with its engine, and what forwards cost."""
     device, dtype, trust = options.device, options.dtype, options.trust_remote_code
     stock = partial(load_plain, device=device, dtype=dtype, trust_remote_code=trust, progress=say)
     ready = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust, progress=say, pack=options.pack)
@@ -155,18 +155,10 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
     loaded = ready(options.model)
     small = [ready(draft, is_draft=True) for draft in drafts]
     lengths, largest = options.num_speculative_tokens, max(options.batch)
-    ours = engine_methods(options.drafters, lengths, loaded, small, max_batch=largest, progress=say)
-    return loaded, ours + theirs
-
-
-def _curves(options: BenchOptions, loaded: Loaded, methods: list[Method]) -> dict[str | None, Any]:
-    """Costs of the target (None) and of each draft model by name."""
-    largest = max(options.batch)
-    curves: dict[str | None, Any] = {None: cost_curve(loaded, max_rows=largest)}
-    for method in methods:
-        if method.draft_model is not None and method.draft not in curves:
-            curves[method.draft] = cost_curve(method.draft_model, max_rows=largest, is_draft=True)
-    return curves
+    curves: dict[str | None, CostCurve] = {None: cost_curve(loaded, max_rows=largest, progress=say)}
+    curves |= {draft.name: cost_curve(draft, max_rows=largest, is_draft=True, progress=say) for draft in small}
+    ours = engine_methods(options.drafters, lengths, loaded, small, curves, max_batch=largest)
+    return loaded, ours + theirs, curves
 
 
 # order
