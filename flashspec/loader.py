@@ -180,7 +180,7 @@ def load_model(
     say = progress or (lambda line: None)
     name = EMBEDDED_NAME if model is None else str(model)
     place = _device(device)
-    precision = _dtype(dtype, place)
+    precision = dtype_of(dtype, place)
     source = source_of(model, say)
     say(f"loading {name}")
     network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
@@ -225,7 +225,7 @@ def load_plain(
     say = progress or (lambda line: None)
     name = EMBEDDED_NAME if model is None else str(model)
     place = _device(device)
-    precision = _dtype(dtype, place)
+    precision = dtype_of(dtype, place)
     say(f"loading {name} for Transformers' own generate")
     return _pretrained(name, source_of(model, say), place, precision, trust_remote_code)[0]
 
@@ -260,7 +260,7 @@ def _device(device: str | None) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | None, device: torch.device) -> torch.dtype | str:
+def dtype_of(dtype: str | None, device: torch.device) -> torch.dtype | str:
     """What to load in: a torch dtype, or ``"auto"`` for the model's own."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -291,7 +291,7 @@ def _pretrained(
 
     from flashspec.backends.hf import layer_windows
 
-    with _readable_errors(name):
+    with readable_errors(name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         layer_windows(config)  # refuse before reading gigabytes
         _check_memory(name, Path(source), dtype, device)
@@ -307,7 +307,7 @@ def _pretrained(
 
 
 @contextlib.contextmanager
-def _readable_errors(name: str) -> Iterator[None]:
+def readable_errors(name: str) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     hub_logger = logging.getLogger("huggingface_hub")

@@ -36,6 +36,19 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, vocab_size: int) -> l
     return ids
 
 
+def has_chat_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether the model was taught conversations, and says how to write them."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def as_conversation(tokenizer: Tokenizer | None, text: str, *, system: str | None = None) -> Prompt:
+    """A user's text as the first turn of a conversation, or as it is where there is no chat template."""
+    if not has_chat_template(tokenizer):
+        return text
+    start = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": text}]
+
+
 def _text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool) -> list[int]:
     if tokenizer is None:
         raise PromptError("this engine has no tokenizer; give the prompt as token ids")
@@ -47,7 +60,7 @@ def _text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: boo
 
 
 def _rendered(tokenizer: Tokenizer | None, messages: Any) -> str:
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if tokenizer is None or not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template; give the prompt as plain text")
     if any(not isinstance(message, dict) or "role" not in message or "content" not in message for message in messages):
         raise PromptError(f"each chat message needs a role and a content: {messages!r:.120}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from flashspec import cli
 from flashspec.core import EMPTY, Draft, Drafter, SamplingParams, Score, Sequence
 from flashspec.errors import ModelError
 from flashspec.sampling import exponential_noise
@@ -93,6 +99,41 @@ class ScriptedDrafter(Drafter):
 
     def forget(self, seq: Sequence) -> None:
         self.forgotten.append(seq.id)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The JSON object that is all of stdout."""
+        assert self.code == 0, self.err
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+@pytest.fixture
+def flashspec_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs ``flashspec`` in this process, with Rich writing where it is captured."""
+    monkeypatch.setattr(cli.screen, "_file", None)
+    monkeypatch.setattr(cli.screen, "width", 200)
+
+    def call(*words: str, stdin: str = "") -> Ran:
+        monkeypatch.setattr(sys, "argv", ["flashspec", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return call
 
 
 def dense_p(
@@ -198,4 +239,6 @@ def smollm2_path() -> Path:
         pytest.skip(f"SmolLM2 is not installed ({error})")
 
 
-__all__ = ["EMPTY", "ScriptedDrafter", "ToyTarget", "Uniforms", "chi_square", "dense_p", "plain_loop", "sequence"]
+__all__ = [
+    "EMPTY", "Ran", "ScriptedDrafter", "ToyTarget", "Uniforms", "chi_square", "dense_p", "plain_loop", "sequence",
+]  # fmt: skip

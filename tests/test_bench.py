@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Ran
 from rich.console import Console
-from test_cli import Ran, models
+from test_cli import models
 
-from flashspec import cli
 from flashspec.bench import BenchOptions, run as bench_run, tune
 from flashspec.bench.methods import PLAIN, Method, Run
 from flashspec.bench.prompts import Task
@@ -37,21 +36,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
+def run(models: Path, monkeypatch: pytest.MonkeyPatch, flashspec_command: Call) -> Call:
+    """``flashspec`` in the folder of the models."""
     monkeypatch.chdir(models)
-    monkeypatch.setattr(cli.screen, "_file", None)
-    monkeypatch.setattr(cli.screen, "width", 200)
-
-    def call(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["flashspec", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    return call
+    return flashspec_command
 
 
 def last_json(ran: Ran) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -11,22 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Ran
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from flashspec import cli
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
 
 Run = Callable[..., Ran]
 
@@ -50,27 +39,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path
 
 
 @pytest.fixture
-def run(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``flashspec`` in this process, in the folder of the models."""
+def run(models: Path, monkeypatch: pytest.MonkeyPatch, flashspec_command: Run) -> Run:
+    """``flashspec`` in the folder of the models."""
     monkeypatch.chdir(models)
-    monkeypatch.setattr(cli.screen, "width", 200)
-
-    def call(*words: str, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["flashspec", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    return call
-
-
-@pytest.fixture(autouse=True)
-def rich_writes_where_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.screen, "_file", None)
+    return flashspec_command
 
 
 def test_generate_streams_the_text_of_the_json(run: Run) -> None:

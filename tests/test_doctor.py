@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import locale
-import sys
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +16,10 @@ import psutil
 import pytest
 import torch
 import transformers as tf
-from conftest import ToyTarget
+from conftest import Ran, ToyTarget
 from test_hf import build
 
-from flashspec import cache, cli, loader
+from flashspec import cache, loader
 from flashspec.backends import hf
 from flashspec.backends.hf import HFTarget
 from flashspec.core import Draft, Drafter, SamplingParams, Sequence, SpecStats
@@ -559,23 +558,11 @@ Doctor = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def doctor(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs ``flashspec doctor`` in this process: exit code, stdout, stderr."""
+def doctor(folder: Path, monkeypatch: pytest.MonkeyPatch, flashspec_command: Callable[..., Ran]) -> Doctor:
+    """``flashspec doctor`` in the folder of the models: exit code, stdout, stderr."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli.screen, "_file", None)
-    monkeypatch.setattr(cli.screen, "width", 200)
     monkeypatch.setattr(loader, "cost_curve", lambda model, is_draft=False, **_: QUICK if is_draft else FLAT)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["flashspec", "doctor", *words])
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = ended.code
-        return int(code or 0), *capfd.readouterr()
-
-    return call
+    return lambda *words: astuple(flashspec_command("doctor", *words))
 
 
 def test_the_command_on_a_sound_pair(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:

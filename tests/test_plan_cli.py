@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import Ran
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from flashspec import cli
 from flashspec.cli import plan_facts
 from flashspec.planner.speed import expected_speedup
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def answer(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        found: dict[str, Any] = json.loads(self.out)
-        return found
-
 
 Run = Callable[..., Ran]
 
@@ -56,24 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path
 
 
 @pytest.fixture
-def run(models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs ``flashspec plan`` in this process, in the folder of the models."""
+def run(models: Path, monkeypatch: pytest.MonkeyPatch, flashspec_command: Run) -> Run:
+    """``flashspec plan`` in the folder of the models."""
     monkeypatch.chdir(models)
     monkeypatch.setenv("FLASHSPEC_CACHE", str(models / "cache"))
-    monkeypatch.setattr(cli.screen, "_file", None)
     monkeypatch.setattr(plan_facts, "GENERATED", 12)
     monkeypatch.setattr(plan_facts, "BATCHES", (1, 2))
-
-    def call(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["flashspec", "plan", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    return call
+    return partial(flashspec_command, "plan")
 
 
 def test_by_formula(run: Run) -> None:

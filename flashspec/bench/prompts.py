@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashspec.core import Prompt
 from flashspec.errors import PromptError
 from flashspec.loader import Loaded
 from flashspec.text import encode
@@ -49,6 +50,12 @@ def read_prompts(path: Path, limit: int) -> list[dict[str, Any]]:
     return rows
 
 
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """What a line of a prompt file asks."""
+    prompt: Prompt = row["messages"] if "messages" in row else row["prompt"]
+    return prompt
+
+
 def tasks_of(texts: dict[Path, list[dict[str, Any]]], loaded: Loaded, *, max_tokens: int) -> list[Task]:
     """One task a file, with names that differ.
 
@@ -67,10 +74,9 @@ def tasks_of(texts: dict[Path, list[dict[str, Any]]], loaded: Loaded, *, max_tok
 def _encoded(path: Path, rows: list[dict[str, Any]], loaded: Loaded, max_tokens: int) -> list[tuple[str, list[int]]]:
     prompts = []
     for number, row in enumerate(rows):
-        prompt = row["messages"] if "messages" in row else row["prompt"]
         name = str(row.get("id", number))
         try:
-            ids = encode(loaded.tokenizer, prompt, vocab_size=loaded.target.vocab_size)
+            ids = encode(loaded.tokenizer, prompt_of(row), vocab_size=loaded.target.vocab_size)
         except PromptError as error:
             raise PromptError(f"{path}, prompt {name}: {error}") from error
         if len(ids) + max_tokens > loaded.target.max_length:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from flashspec.cli.options import (
@@ -29,7 +28,7 @@ from flashspec.cli.options import (
     TrustRemoteCode,
     Verbose,
     app,
-    screen,
+    progress,
     set_up_logging,
 )
 from flashspec.core import SamplingParams
@@ -65,13 +64,7 @@ def doctor(
     """Find, name and explain what makes drafts slow or wrong. Exit code 0: sound, 1: something needs attention."""
     set_up_logging(verbose)
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    with screen.status("starting") as status:  # torch and Transformers take seconds to import
-
-        def say(line: str) -> None:
-            status.update(escape(line))
-            if not screen.is_terminal:
-                screen.print(escape(line), style="dim", soft_wrap=True)
-
+    with progress() as say:
         from flashspec.doctor import Finding, examine
 
         try:

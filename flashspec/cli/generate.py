@@ -45,12 +45,14 @@ from flashspec.cli.options import (
     Verbose,
     app,
     draft_length,
+    progress,
     screen,
     set_up_logging,
 )
 from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.text import as_conversation, has_chat_template
 
 if TYPE_CHECKING:
     from flashspec.controller import Controller
@@ -153,7 +155,7 @@ def chat(
         model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
         device=device, dtype=dtype, pack=pack, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    if not getattr(engine.tokenizer, "chat_template", None):
+    if not has_chat_template(engine.tokenizer):
         raise OptionError("this model has no chat template, so it cannot chat; use flashspec generate --raw")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -269,13 +271,8 @@ def _lengths_text(stats: SpecStats) -> str:
 
 
 def _load(model: str | None, **options: Any) -> LocalEngine:
-    with screen.status("starting") as status:  # torch and Transformers take seconds to import
+    with progress() as say:
         from flashspec.loader import load
-
-        def say(line: str) -> None:
-            status.update(escape(line))
-            if not screen.is_terminal:
-                screen.print(escape(line), style="dim")
 
         return load(model, progress=say, max_batch=1, **options)
 
@@ -304,12 +301,9 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _conversation(engine: LocalEngine, text: str, system: str | None) -> Prompt:
-    if not getattr(engine.tokenizer, "chat_template", None):
-        if system:
-            raise OptionError("--system needs a chat template, and this model has none")
-        return text
-    start = [{"role": "system", "content": system}] if system else []
-    return [*start, {"role": "user", "content": text}]
+    if system and not has_chat_template(engine.tokenizer):
+        raise OptionError("--system needs a chat template, and this model has none")
+    return as_conversation(engine.tokenizer, text, system=system)
 
 
 def _lines() -> Iterator[str]:

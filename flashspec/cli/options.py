@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from flashspec.core import SamplingParams, Verification
 from flashspec.errors import OptionError
@@ -64,6 +67,19 @@ Config = Annotated[
     ),
 ]  # fmt: skip
 System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr that shows the present stage; a line for each where stderr is no terminal."""
+    with screen.status("starting") as status:  # torch and Transformers take seconds to import
+
+        def say(line: str) -> None:
+            status.update(escape(line))
+            if not screen.is_terminal:
+                screen.print(escape(line), style="dim", soft_wrap=True)
+
+        yield say
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -25,7 +25,7 @@ from flashspec.cli.options import (
     TrustRemoteCode,
     Verbose,
     app,
-    screen,
+    progress,
     set_up_logging,
 )
 from flashspec.cli.plan_facts import CONTEXT, Place, Question, Say, measured
@@ -87,13 +87,7 @@ def plan(
         pack=pack, memory=memory, measure=measure, prompts=prompts or [], trust_remote_code=trust_remote_code,
     )  # fmt: skip
     check(question)
-    with screen.status("starting") as status:
-
-        def say(line: str) -> None:
-            status.update(escape(line))
-            if not screen.is_terminal:
-                screen.print(escape(line), style="dim", soft_wrap=True)
-
+    with progress() as say:
         answer = answered(question, say)
     made = planned(question, answer)
     if as_json:

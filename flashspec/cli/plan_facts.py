@@ -13,6 +13,7 @@ from flashspec.core import Prompt, SamplingParams
 from flashspec.errors import OptionError
 from flashspec.planner.memory import MemoryPlan, ModelSize, Setup, model_size
 from flashspec.planner.speed import LONGEST, Outlook, constant, observed
+from flashspec.text import as_conversation
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class Place:
             raise OptionError(f"device is {name!r}; it must be cpu, cuda or cuda:N")
         self.device = device
         self.is_here = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-        self.dtype = loader._dtype(question.dtype, device)
+        self.dtype = loader.dtype_of(question.dtype, device)
         self.can_halve = device.type != "cpu" or loader.cpu_has_bfloat16()
         self.available = self._available()
 
@@ -129,7 +130,7 @@ class Place:
         from flashspec.backends import half
         from flashspec.weights import cache_folder
 
-        with loader._readable_errors(model):
+        with loader.readable_errors(model):
             config = _config(model, say, trust_remote_code=self.question.trust_remote_code)
             stored = _stored_dtype(model, config, assumed)
             dtype = stored if isinstance(self.dtype, str) else self.dtype
@@ -253,12 +254,12 @@ def _scaled(curve: CostCurve, ratio: float) -> CostCurve | None:
 
 
 def _texts(question: Question) -> list[Prompt]:
-    from flashspec.bench.prompts import read_prompts
+    from flashspec.bench.prompts import prompt_of, read_prompts
 
     if not question.prompts:
         return list(SAMPLES)
     rows = [row for file in question.prompts for row in read_prompts(file, LIMIT)]
-    return [row["messages"] if "messages" in row else row["prompt"] for row in rows]
+    return [prompt_of(row) for row in rows]
 
 
 def _drafted(
@@ -272,13 +273,12 @@ def _drafted(
     longest = max(DRAFTED, question.k or 0)
     drafter = DRAFTERS[question.drafter].make(target, small)
     engine = LocalEngine(target.target, drafter, tokenizer=target.tokenizer, num_speculative_tokens=longest)
-    has_template = bool(getattr(target.tokenizer, "chat_template", None))
     params = SamplingParams(temperature=question.temperature, max_tokens=GENERATED)
     model_before = getattr(drafter, "forward_seconds", 0.0)
     drafting = sampling = 0.0
     for text in texts:
-        is_chat = has_template and isinstance(text, str)
-        result = engine.generate([{"role": "user", "content": text}] if is_chat else text, params)  # type: ignore
+        prompt = as_conversation(target.tokenizer, text) if isinstance(text, str) else text
+        result = engine.generate(prompt, params)
         drafting, sampling = drafting + result.timings.draft, sampling + result.timings.sample
     stats = engine.stats()
     survival, reach = observed(stats, longest)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flashspec.core import Drafter, Prompt, SamplingParams
+from flashspec.core import Drafter, SamplingParams
 from flashspec.costs import CostCurve
 from flashspec.doctor import drafts, models, speed
 from flashspec.doctor.finding import Finding
 from flashspec.errors import FlashSpecError, PromptError
 from flashspec.loader import Loaded
-from flashspec.text import encode
+from flashspec.text import as_conversation, encode
 from flashspec.weights import Progress
 
 __all__ = ["Case", "Finding", "examine"]
@@ -121,6 +121,5 @@ def _prompts(case: Case) -> list[list[int]]:
     room = model.max_length - case.sampling.max_tokens
     if room < 1:
         raise PromptError(f"max_tokens is {case.sampling.max_tokens}; the model has {model.max_length} positions")
-    is_chat = bool(getattr(tokenizer, "chat_template", None))
-    own: list[Prompt] = [[{"role": "user", "content": text}] if is_chat else text for text in PROMPTS]
+    own = [as_conversation(tokenizer, text) for text in PROMPTS]
     return [encode(tokenizer, prompt, vocab_size=model.vocab_size)[:room] for prompt in own]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flashspec.core import Draft, Sequence, Target
 from flashspec.doctor.finding import Finding, judged
 from flashspec.loader import Loaded
-from flashspec.text import Tokenizer
+from flashspec.text import Tokenizer, has_chat_template
 
 logger = logging.getLogger("flashspec")
 
@@ -76,7 +76,7 @@ def check_special_tokens(target: Loaded, draft: Loaded | None) -> Finding:
 
 def _turns(tokenizer: Tokenizer) -> str | None:
     """What the chat template puts between turns; preambles, which may hold a date, do not count."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         return None
     turns = [("user", "first"), ("assistant", "second"), ("user", "third")]
     messages = [{"role": role, "content": f"({text})"} for role, text in turns]
