@@ -165,6 +165,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     eos_tokens: frozenset[int] = frozenset()
+    prompt: Prompt | None = None  # as it was given: a drafter with another tokenizer reads it in its own way
     seed: int = field(init=False)  # the user's, or one drawn here: coupled sampling needs one
     rng: random.Random = field(init=False)  # for rejection and block verification: every number is used once
 
