@@ -121,6 +121,17 @@ class _State:
     asked_at: int = -LOOK_EVERY  # output tokens then
     sureness: float | None = None  # the target's largest probability, a decayed mean
     goal: tuple[float, int, float] = (0.0, 1, 1.0)  # tokens a second to beat, rows of the batch, rows likely to draft
+    outlook: _Outlook | None = None  # of the step that is being decided
+    reading: float = 0.0  # seconds, before a draft can be made in it
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step's parts."""
+
+    drafting: float
+    forward: float
+    settling: float
 
 
 class StepCosts:
@@ -226,6 +237,33 @@ class Controller:
         is_worth = chance >= rate * (wider + longer) / drafting
         return is_worth or self._try_anyway(confidences, price=wider + longer, rows=rows)
 
+    # beside another drafter
+
+    def aim(self, seq: Sequence, rate: float, *, rows: int) -> None:
+        """What each guess for a sequence has to beat, in tokens a second, where ``budgets`` is not asked."""
+        state = self._states.setdefault(seq.id, _State())
+        state.goal, state.is_probing = (rate, rows, 1.0), False
+
+    def advantage_of_draft(self, seq: Sequence, draft: Draft, *, rate: float, rows: int) -> float:
+        """Tokens that a draft at hand is expected to bring, less what its width would bring in the same time."""
+        state = self._states[seq.id]
+        confidences: Seq[float | None] = draft.confidences or [None] * len(draft)
+        gain = sum(_products([self._chance(state, confidence) for confidence in confidences]))
+        return gain - rate * (self.costs.step(1 + len(draft), rows) - self.costs.step(1, rows))
+
+    def advantage_of_length(self, seq: Sequence, k: int, *, rate: float, rows: int) -> float:
+        """Likewise of a draft of up to k tokens that ``budgets`` has just allowed."""
+        state = self._states[seq.id]
+        outlook = state.outlook or NOTHING
+        steps = [self.costs.step(width + 1, rows) for width in range(k + 1)]
+        return outlook.gain(k) - rate * (self._seconds(k, [outlook], steps) + state.reading - steps[0])
+
+    def withdraw(self, seq: Sequence) -> None:
+        """The draft that ``budgets`` allowed is not made: another drafter had a better one."""
+        state = self._states[seq.id]
+        if state.is_probing:
+            state.is_probing, state.num_idle = False, state.wait
+
     def reason(self, seq: Sequence) -> str:
         """Why the sequence's last budget was 0."""
         state = self._states.get(seq.id)
@@ -280,6 +318,13 @@ class Controller:
             state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
         self._calibrate(state, draft, num_accepted)
 
+    def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
+        """What a decode step took; one that read a prompt says nothing of the others."""
+        width, asked = 1 + max(map(len, drafts)), sum(budget > 0 for budget in budgets)
+        self.costs.observe(width, len(drafts), forward=times.forward, settling=times.settling)
+        if width > 1 and asked and max(backlogs) <= FREE_READING:
+            self.costs.observe_draft(width - 1, asked, times.drafting)
+
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of a finished sequence; what it taught about all of them stays."""
         state = self._states.pop(seq.id, None)
@@ -296,6 +341,7 @@ class Controller:
     def _outlook(self, seq: Sequence, limit: int, backlog: int, rows: int) -> _Outlook:
         """What drafts for a sequence would bring; nothing where drafting is not to be considered."""
         state = self._states.setdefault(seq.id, _State())
+        state.outlook, state.reading = None, self.costs.reading(backlog)
         count = min(limit, self.max_tokens)
         if count <= 0:
             state.reason = LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN
@@ -303,20 +349,20 @@ class Controller:
         kind, prior = _kind(state), PRIOR_RATE if state.sureness is None else state.sureness
         rates = state.accepted.estimate(count, self._accepted[kind].estimate(count, [prior] * count))
         lengths = state.drafted.estimate(count, self._drafted[kind].estimate(count, [1.0] * count))
-        outlook = _Outlook(_products(rates), _products(lengths))
+        outlook = state.outlook = _Outlook(_products(rates), _products(lengths))
         state.reason = "guesses hold too rarely for what they cost"
-        if reading := self.costs.reading(backlog):
+        if state.reading:
             is_early = seq.num_output_tokens < LOOK_FIRST < seq.sampling.max_tokens / 4
             if is_early and kind < SURE_CLASS:
                 state.reason = "the text has only begun"
                 return NOTHING
-            self._weigh_reading(seq, state, outlook, reading, rows)
+            self._weigh_reading(seq, state, outlook, rows)
             if state.refusal is not None:
                 state.reason = state.refusal
                 return NOTHING
         return outlook
 
-    def _weigh_reading(self, seq: Sequence, state: _State, outlook: _Outlook, reading: float, rows: int) -> None:
+    def _weigh_reading(self, seq: Sequence, state: _State, outlook: _Outlook, rows: int) -> None:
         """Now and then: whether what drafts are likely to save until the end is more than the seconds of reading."""
         if seq.num_output_tokens < state.asked_at + LOOK_EVERY:
             return
@@ -324,7 +370,7 @@ class Controller:
         _, chosen, rate = self._best([outlook] + [NOTHING] * (rows - 1))
         left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
         saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
-        if saved > READING_MARGIN * reading:
+        if saved > READING_MARGIN * state.reading:
             state.refusal = None
         elif chosen:
             state.refusal = "reading the text so far would cost the draft model more than it saves"

@@ -12,7 +12,8 @@ from typing import overload
 
 import torch
 
-from flashspec.controller import FREE_READING, Controller
+from flashspec.choice import HybridController
+from flashspec.controller import Controller, Times
 from flashspec.core import (
     EMPTY,
     FIRST_TOKEN,
@@ -114,7 +115,8 @@ class LocalEngine:
         target: the model served.
         drafter: None for ordinary decoding.
         tokenizer: None if prompts are token ids only; then there are no texts and no stop strings.
-        num_speculative_tokens: the longest draft, 0 is ordinary decoding; or a Controller, which chooses at each step.
+        num_speculative_tokens: the longest draft, 0 is ordinary decoding; or a Controller, which chooses at each step
+            (a HybridController for a HybridDrafter).
         max_batch: sequences that run at once; the others wait.
     """
 
@@ -124,14 +126,14 @@ class LocalEngine:
         drafter: Drafter | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        num_speculative_tokens: int | Controller = 5,
+        num_speculative_tokens: int | Controller | HybridController = 5,
         max_batch: int = 16,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.controller: Controller | None = None
-        if isinstance(num_speculative_tokens, Controller):
+        self.controller: Controller | HybridController | None = None
+        if isinstance(num_speculative_tokens, Controller | HybridController):
             self.controller, num_speculative_tokens = num_speculative_tokens, num_speculative_tokens.max_tokens
         self.scheduler = Scheduler(
             max_batch=max_batch,
@@ -312,10 +314,8 @@ class LocalEngine:
         if self.controller is None or work.has_prompt:
             return
         started, drafted, scored, now = times
-        width, asked = 1 + max(map(len, drafts)), sum(budget > 0 for budget in work.budgets)
-        self.controller.costs.observe(width, len(drafts), forward=scored - drafted, settling=now - scored)
-        if width > 1 and max(work.backlogs) <= FREE_READING:
-            self.controller.costs.observe_draft(width - 1, asked, drafted - started)
+        seconds = Times(drafting=drafted - started, forward=scored - drafted, settling=now - scored)
+        self.controller.observe_times(drafts, work.budgets, work.backlogs, seconds)
 
     def _propose(self, seqs: list[Sequence], budgets: list[int]) -> list[Draft]:
         if self.drafter is None or not any(budgets):

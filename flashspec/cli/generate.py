@@ -55,6 +55,7 @@ from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.text import as_conversation, has_chat_template
 
 if TYPE_CHECKING:
+    from flashspec.choice import HybridController
     from flashspec.controller import Controller
     from flashspec.engine import LocalEngine
 
@@ -247,7 +248,7 @@ def timings_dict(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in names}
 
 
-def stats_text(stats: SpecStats, timings: Timings, controller: Controller | None) -> str:
+def stats_text(stats: SpecStats, timings: Timings, controller: Controller | HybridController | None) -> str:
     """The lines that --stats ends with."""
     spent = (timings.draft + timings.verify + timings.sample) or 1.0
     shares = ", ".join(f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
