@@ -1,33 +1,189 @@
-"""Which of two drafters guesses at a step, and how far: two controllers behind one.
+"""How far to draft where guesses cost nothing; and which of two drafters guesses at a step.
 
 A step's worth is what it emits less what its seconds would bring otherwise: tokens - rate * seconds, with the rate at
 which this text has been coming (maximising it at each step maximises tokens a second in the long run; the
-renewal-reward theorem). The quick drafter's guesses are free and known before the slow one is asked.
+renewal-reward theorem). A quick drafter's guesses are free, and known with their confidences before anything else is
+decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from flashspec.controller import MAX_TOKENS, Controller, Times
-from flashspec.core import EMPTY, Draft, Sequence
+from flashspec.controller import MAX_TOKENS, Calibration, Controller, OwnGuesses, StepCosts, Times
+from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
 from flashspec.costs import CostCurve
+from flashspec.tree import prefix
 
-DECAY = 0.9  # of what a text's rate was, for each step
+DECAY = 0.9  # of what a text has shown, for each step
+SHARE = 0.5  # of the steps that have a draft, before any was seen
 
 
 @dataclass(slots=True)
 class _Pace:
-    """How fast a text has been coming, by the costs its steps should have had."""
+    """How fast a text comes, by what its steps should have cost."""
 
-    tokens: float = 0.0
+    tokens: float = 0.0  # decayed
     seconds: float = 0.0
-    rate: float = 0.0  # tokens a second of the whole batch, if all rows were like this one; of plain decoding at least
 
     def observe(self, tokens: int, seconds: float) -> None:
         self.tokens = DECAY * self.tokens + tokens
         self.seconds = DECAY * self.seconds + seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 before anything is known."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is known of one sequence."""
+
+    pace: _Pace = field(default_factory=_Pace)
+    rate: float = 0.0  # tokens a second of the batch, if all its rows were like this one; at least plain decoding's
+    drafting: float = SHARE  # of its recent steps that had a draft
+    others: float = 0.0  # rows of the batch that are likely to draft beside it
+    guesses: OwnGuesses = field(default_factory=OwnGuesses)
+    reason: str = ""
+
+
+class QuickController:
+    """The draft lengths of a drafter whose guesses cost nothing and come with confidences.
+
+    Args:
+        cost: of the target's forward.
+        max_tokens: the longest draft.
+    """
+
+    def __init__(self, cost: CostCurve, draft_cost: CostCurve | None = None, *, max_tokens: int = MAX_TOKENS) -> None:
+        self.costs = StepCosts(cost)
+        self.max_tokens = max_tokens
+        self._calibration = Calibration()
+        self._texts: dict[str, _Text] = {}
+        self._rows = 1
+        self._last: _Text | None = None
+
+    # before drafting
+
+    def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
+        """Anything that fits: the guesses are weighed when they are there."""
+        self._rows = len(seqs)
+        plain = self._rows / self.costs.step(1, self._rows)
+        texts = [self._texts.setdefault(seq.id, _Text()) for seq in seqs]
+        drafting = sum(text.drafting for text in texts)
+        for text, seq in zip(texts, seqs, strict=True):
+            text.rate = max(text.pace.rate * self._rows, plain)
+            text.others = drafting - text.drafting
+            text.reason = LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN
+        return [max(min(limit, self.max_tokens), 0) for limit in limits]
+
+    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
+        """See ``core.StoppingRule``: the length whose gain is largest, not the first at which it stops rising.
+
+        Costs rise in steps, so that one more guess may not pay where five more do.
+        """
+        text = self._texts.get(seq.id)
+        if text is None or not confidences:
+            return len(confidences)
+        best, most = 0, 0.0
+        for n, expected in enumerate(self._gains(text, confidences), 1):
+            if (gain := expected - self._price(text, n)) > most:
+                best, most = n, gain
+        if best == 0:
+            plain, price = self.costs.step(1, self._rows) / self._rows, self._price(text, 1) / text.rate
+            return int(self._calibration.is_to_be_tried(confidences[0], price=price, plain=plain))
+        return best
+
+    def worth(self, seq: Sequence, confidences: Seq[float | None]) -> bool:
+        """See ``core.StoppingRule``; asked for the nodes of a tree, each by its own path."""
+        text = self._texts.get(seq.id)
+        if text is None:
+            return True
+        chance = self._calibration.chances(text.guesses, confidences)[-1]
+        return chance >= self._price(text, len(confidences)) - self._price(text, len(confidences) - 1)
+
+    def advantage(self, seq: Sequence, draft: Draft) -> float:
+        """Tokens that a draft at hand is expected to bring, less what its width would bring in the same time."""
+        return self.expected(seq, draft) - self._price(self._texts[seq.id], len(draft))
+
+    def expected(self, seq: Sequence, draft: Draft) -> float:
+        """Accepted tokens of a draft at hand."""
+        confidences: Seq[float | None] = draft.confidences or [None] * len(draft)
+        return sum(self._calibration.chances(self._texts[seq.id].guesses, confidences))
+
+    def rate(self, seq: Sequence) -> float:
+        """Tokens a second at which the batch would come if all its rows were like this one."""
+        return self._texts[seq.id].rate
+
+    def reason(self, seq: Sequence) -> str:
+        text = self._texts.get(seq.id)
+        return text.reason if text is not None else ""
+
+    def explain(self) -> str:
+        """What it goes by at present."""
+        plain = self.costs.step(1)
+        widths = ", ".join(f"{n} tokens {self.costs.step(n) / plain:.2f}" for n in (2, 4, 8, 16))
+        text = self._last or _Text()
+        shown = ", ".join(
+            f"{confidence:.0%} sure {self._calibration.chance(text.guesses, confidence):.0%}"
+            for confidence in (0.35, 0.65, 0.85, 0.95)
+        )
+        return f"expected: of guesses {shown} hold; a forward of {widths} plain steps"
+
+    # afterwards
+
+    def observe(
+        self,
+        seq: Sequence,
+        budget: int,
+        draft: Draft,
+        num_accepted: int,
+        *,
+        sureness: Callable[[], float] | None = None,
+    ) -> None:
+        """What became of a draft; an empty one for a budget is news as well."""
+        if budget == 0:
+            return
+        text = self._last = self._texts.setdefault(seq.id, _Text())
+        text.drafting += (1 - DECAY) * ((len(draft) > 0) - text.drafting)
+        self._calibration.observe(text.guesses, draft, num_accepted)
+        self.pace(seq, 1 + num_accepted, self.costs.step(1 + len(draft)))
+
+    def observe_unused(self, seq: Sequence, draft: Draft, count: int) -> None:
+        """What would have become of a draft that was not scored: the last ``count`` tokens of the sequence tell.
+
+        Learning from used drafts only would be learning from those that looked best, which disappoint.
+        """
+        came = seq.tokens[len(seq) - count :]
+        known = prefix(draft, count)
+        held = next((i for i, token in enumerate(known.tokens) if token != came[i]), len(known))
+        self._calibration.observe(self._texts.setdefault(seq.id, _Text()).guesses, known, held)
+
+    def pace(self, seq: Sequence, tokens: int, seconds: float) -> None:
+        """What a step brought, and what it should have cost."""
+        self._texts.setdefault(seq.id, _Text()).pace.observe(tokens, seconds)
+
+    def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
+        width = 1 + max(map(len, drafts))
+        self.costs.observe(width, len(drafts), forward=times.forward, settling=times.settling)
+
+    def forget(self, seq: Sequence) -> None:
+        self._texts.pop(seq.id, None)
+
+    def _gains(self, text: _Text, confidences: Seq[float]) -> list[float]:
+        """Expected accepted tokens of the first, the first two, ... guesses."""
+        total, found = 0.0, []
+        for chance in self._calibration.chances(text.guesses, confidences):
+            total += chance
+            found.append(total)
+        return found
+
+    def _price(self, text: _Text, n: int) -> float:
+        """Tokens that would come in the time that n guesses add to a step, of which other rows pay their share."""
+        wider = self.costs.step(n + 1, self._rows) - self.costs.step(1, self._rows)
+        return text.rate * wider / (1 + text.others)
 
 
 class HybridController:
@@ -48,45 +204,44 @@ class HybridController:
         quick_name: str = "suffix",
         max_tokens: int = MAX_TOKENS,
     ) -> None:
-        self.quick = Controller(cost, max_tokens=max_tokens)
+        self.quick = QuickController(cost, max_tokens=max_tokens)
         self.slow = Controller(cost, draft_cost, max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self.quick_name = quick_name
-        self._paces: dict[str, _Pace] = {}
         self._slow_budgets: dict[str, int] = {}  # of this step
-        self._rows = 1
+        self._passed_over: dict[str, Draft] = {}  # quick drafts that gave way to slow ones
+        self._others: dict[str, _Pace] = {}  # how a text would come without the slow drafter
 
     def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
-        """What the quick drafter may try: anything, since its guesses are weighed one by one."""
+        """What the quick drafter may try. What is left to the slow one is decided when its guesses are there."""
+        budgets = self.quick.budgets(seqs, limits, backlogs)
+        for seq in seqs:
+            self.slow.compare(seq, self._others[seq.id].rate * len(seqs) if seq.id in self._others else 0.0)
         slow = self.slow.budgets(seqs, limits, backlogs)
         self._slow_budgets = {seq.id: budget for seq, budget in zip(seqs, slow, strict=True)}
-        plain = len(seqs) / self.slow.costs.step(1, len(seqs))
-        self._rows = len(seqs)
-        for seq in seqs:
-            pace = self._paces.setdefault(seq.id, _Pace())
-            pace.rate = max(pace.tokens / pace.seconds * self._rows if pace.seconds else 0.0, plain)
-            self.quick.aim(seq, pace.rate, rows=self._rows)
-        return [min(limit, self.max_tokens) for limit in limits]
+        return budgets
 
     def slow_budgets(self, seqs: Seq[Sequence], drafts: Seq[Draft], limits: Seq[int]) -> list[int]:
         """See ``drafters.hybrid.HybridRule``."""
-        found = []
         for seq, draft in zip(seqs, drafts, strict=True):
             budget = self._slow_budgets.get(seq.id, 0)
-            if budget and len(draft) and self._is_better(seq, draft, budget):
+            if budget and len(draft) and self._is_better(seq, draft, budget, rows=len(seqs)):
                 self.slow.withdraw(seq)
-                budget = self._slow_budgets[seq.id] = 0
-            found.append(budget)
-        return found
+                self._slow_budgets[seq.id] = 0
+            self._passed_over[seq.id] = draft
+        return [self._slow_budgets.get(seq.id, 0) for seq in seqs]
 
     def worth(self, seq: Sequence, confidences: Seq[float | None]) -> bool:
         return self.quick.worth(seq, confidences)
+
+    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
+        return self.quick.length(seq, confidences)
 
     def reason(self, seq: Sequence) -> str:
         return self.slow.reason(seq)
 
     def explain(self) -> str:
-        return f"draft model: {self.slow.explain()}\n{self.quick_name}: {self.quick.explain()}"
+        return f"{self.slow.explain()}\n{self.quick_name}, {self.quick.explain()}"
 
     def observe(
         self,
@@ -98,26 +253,34 @@ class HybridController:
         sureness: Callable[[], float] | None = None,
     ) -> None:
         slow = self._slow_budgets.get(seq.id, 0) if budget else 0
-        self.slow.observe(seq, slow, draft if slow else EMPTY, num_accepted if slow else 0, sureness=sureness)
-        if not slow:
+        if slow:
+            self.slow.observe(seq, slow, draft, num_accepted, sureness=sureness)
+            seconds = self.slow.costs.step(1 + len(draft)) + self.slow.costs.draft(len(draft))
+            self.quick.pace(seq, 1 + num_accepted, seconds)
+            self.quick.observe_unused(seq, self._passed_over.get(seq.id, EMPTY), 1 + num_accepted)
+            tokens, seconds = 1, self.slow.costs.step(1)  # plain decoding, had it not been asked
+        else:
+            self.slow.observe(seq, 0, EMPTY, 0, sureness=sureness)
             self.quick.observe(seq, budget, draft, num_accepted)
-        seconds = self.slow.costs.step(1 + len(draft)) + (self.slow.costs.draft(len(draft)) if slow else 0.0)
-        self._paces.setdefault(seq.id, _Pace()).observe(1 + num_accepted, seconds)
+            tokens, seconds = 1 + num_accepted, self.slow.costs.step(1 + len(draft))
+        self._others.setdefault(seq.id, _Pace()).observe(tokens, seconds)
 
     def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
         slow = [
             0 if draft.drafter == self.quick_name else budget for draft, budget in zip(drafts, budgets, strict=True)
         ]
         self.slow.observe_times(drafts, slow, backlogs, times)
-        self.quick.observe_times(drafts, [] if any(slow) else budgets, [0], times)
+        self.quick.observe_times(drafts, budgets, backlogs, times)
 
     def forget(self, seq: Sequence) -> None:
         self.quick.forget(seq)
         self.slow.forget(seq)
-        self._paces.pop(seq.id, None)
         self._slow_budgets.pop(seq.id, None)
+        self._others.pop(seq.id, None)
+        self._passed_over.pop(seq.id, None)
 
-    def _is_better(self, seq: Sequence, draft: Draft, slow_budget: int) -> bool:
-        rate = self._paces[seq.id].rate
-        quick = self.quick.advantage_of_draft(seq, draft, rate=rate, rows=self._rows)
-        return quick >= self.slow.advantage_of_length(seq, slow_budget, rate=rate, rows=self._rows)
+    def _is_better(self, seq: Sequence, draft: Draft, slow_budget: int, *, rows: int) -> bool:
+        """Whether a quick draft is worth more, though the slow drafter has to read what comes of it later."""
+        rate, quick = self.quick.rate(seq), self.quick.advantage(seq, draft)
+        later = rate * self.slow.costs.catching_up(1 + self.quick.expected(seq, draft))
+        return quick - later >= self.slow.advantage(seq, slow_budget, rate=rate, rows=rows)

@@ -42,6 +42,7 @@ PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
 MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
 READING_MARGIN = 3.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
+READ_AT_ONCE = 1.0  # plain steps: less reading than that is done without weighing it
 FREE_READING = 4  # tokens that a drafter catches up with in any case
 LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
 
@@ -105,13 +106,64 @@ class _Level:
 
 
 @dataclass(slots=True)
+class OwnGuesses:
+    """How one text's guesses did, beside what their confidences promised."""
+
+    reached: _Level = field(default_factory=_Level)  # wherever in a draft
+    expected: float = 0.0  # hits among them, by their confidences
+
+
+class Calibration:
+    """What a drafter's confidences are worth: a rate for each class of them, leaning on the confidence itself."""
+
+    def __init__(self) -> None:
+        self._levels = [_Level() for _ in range(len(LEVELS) + 1)]
+        self._total = _Level()
+
+    def chance(self, own: OwnGuesses, confidence: float | None) -> float:
+        """That a guess is accepted, given that those before it were."""
+        if confidence is None:
+            return own.reached.rate(self._total.rate(PRIOR_RATE))
+        rate = self._level(confidence).rate(confidence)
+        return min(rate * _shrunk(own.reached.hit, own.expected, 1.0), 1.0)
+
+    def chances(self, own: OwnGuesses, confidences: Seq[float | None]) -> list[float]:
+        """That the first, the first two, ... are accepted."""
+        return _products([self.chance(own, confidence) for confidence in confidences])
+
+    def observe(self, own: OwnGuesses, draft: Draft, num_accepted: int) -> None:
+        confidences = draft.confidences or [0.0] * len(draft)
+        for i, confidence in enumerate(confidences[: num_accepted + 1]):
+            level = self._level(confidence)
+            own.expected = OWN_DECAY * own.expected + level.rate(confidence)
+            for each, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (own.reached, OWN_DECAY)):
+                each.observe(i < num_accepted, decay)
+
+    def is_to_be_tried(self, confidence: float, *, price: float, plain: float) -> bool:
+        """Now and then for a class that was found wanting, or it would be so for good.
+
+        Args:
+            price: seconds that a guess costs.
+            plain: seconds of the step that went by.
+        """
+        level = self._level(confidence)
+        level.num_refused += 1
+        if level.num_refused < PROBE_EVERY or price > PROBE_SHARE * level.num_refused * plain:
+            return False
+        level.num_refused = 0
+        return True
+
+    def _level(self, confidence: float) -> _Level:
+        return self._levels[bisect_right(LEVELS, confidence)]
+
+
+@dataclass(slots=True)
 class _State:
     """What is known of one sequence."""
 
     accepted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # acceptance, of what the rules let be drafted
     drafted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # how far drafts go
-    guesses: _Level = field(default_factory=_Level)  # that were reached, wherever in a draft
-    expected: float = 0.0  # hits among them, by their confidences
+    guesses: OwnGuesses = field(default_factory=OwnGuesses)
     num_idle: int = 0  # steps since the last draft
     wait: int = PROBE_EVERY
     is_probing: bool = False
@@ -123,6 +175,7 @@ class _State:
     goal: tuple[float, int, float] = (0.0, 1, 1.0)  # tokens a second to beat, rows of the batch, rows likely to draft
     outlook: _Outlook | None = None  # of the step that is being decided
     reading: float = 0.0  # seconds, before a draft can be made in it
+    other_rate: float = 0.0  # tokens a second of the batch that come without this drafter, where more than plain ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +214,11 @@ class StepCosts:
 
     def reading(self, tokens: int) -> float:
         """What a drafter has to read before it can guess."""
-        if self.draft_model is None or tokens <= FREE_READING:
+        return self.catching_up(tokens) if tokens > FREE_READING else 0.0
+
+    def catching_up(self, tokens: float) -> float:
+        """What reading so many tokens adds to a draft model's next forward."""
+        if self.draft_model is None or tokens <= 1:
             return 0.0
         return (self.draft_model(tokens) - self.draft_model(1)) * self.scale
 
@@ -193,8 +250,7 @@ class Controller:
         self._accepted = [Rates(ALL_DECAY) for _ in range(len(SURENESS) + 1)]
         self._drafted = [Rates(ALL_DECAY) for _ in range(len(SURENESS) + 1)]
         self._last_class = 0
-        self._levels = [_Level() for _ in range(len(LEVELS) + 1)]
-        self._total = _Level()
+        self._calibration = Calibration()
         self._states: dict[str, _State] = {}
         self._typical_output = float(TYPICAL_OUTPUT)
 
@@ -229,30 +285,31 @@ class Controller:
         state = self._states.get(seq.id)
         if state is None or (state.is_probing and len(confidences) == 1):
             return True
-        chance = math.prod(self._chance(state, confidence) for confidence in confidences)
+        chance = self._calibration.chances(state.guesses, confidences)[-1]
         rate, rows, drafting = state.goal
         n = len(confidences)
         wider = self.costs.step(n + 1, rows) - self.costs.step(n, rows)
         longer = self.costs.draft(n, round(drafting)) - self.costs.draft(n - 1, round(drafting))
-        is_worth = chance >= rate * (wider + longer) / drafting
-        return is_worth or self._try_anyway(confidences, price=wider + longer, rows=rows)
+        if chance >= rate * (wider + longer) / drafting:
+            return True
+        first = confidences[0]
+        plain = self.costs.step(1, rows) / rows
+        return (
+            n == 1 and first is not None and self._calibration.is_to_be_tried(first, price=wider + longer, plain=plain)
+        )
+
+    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
+        """See ``core.StoppingRule``."""
+        return next((i for i in range(len(confidences)) if not self.worth(seq, confidences[: i + 1])), len(confidences))
 
     # beside another drafter
 
-    def aim(self, seq: Sequence, rate: float, *, rows: int) -> None:
-        """What each guess for a sequence has to beat, in tokens a second, where ``budgets`` is not asked."""
-        state = self._states.setdefault(seq.id, _State())
-        state.goal, state.is_probing = (rate, rows, 1.0), False
+    def compare(self, seq: Sequence, rate: float) -> None:
+        """Tokens a second of the batch that come without this drafter: reading a text has to pay beside that."""
+        self._states.setdefault(seq.id, _State()).other_rate = rate
 
-    def advantage_of_draft(self, seq: Sequence, draft: Draft, *, rate: float, rows: int) -> float:
-        """Tokens that a draft at hand is expected to bring, less what its width would bring in the same time."""
-        state = self._states[seq.id]
-        confidences: Seq[float | None] = draft.confidences or [None] * len(draft)
-        gain = sum(_products([self._chance(state, confidence) for confidence in confidences]))
-        return gain - rate * (self.costs.step(1 + len(draft), rows) - self.costs.step(1, rows))
-
-    def advantage_of_length(self, seq: Sequence, k: int, *, rate: float, rows: int) -> float:
-        """Likewise of a draft of up to k tokens that ``budgets`` has just allowed."""
+    def advantage(self, seq: Sequence, k: int, *, rate: float, rows: int) -> float:
+        """Tokens that a draft of up to k is expected to bring, less what its seconds would bring at ``rate``."""
         state = self._states[seq.id]
         outlook = state.outlook or NOTHING
         steps = [self.costs.step(width + 1, rows) for width in range(k + 1)]
@@ -316,7 +373,7 @@ class Controller:
         self._drafted[kind].observe(len(draft), budget)
         if state.is_probing:
             state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
-        self._calibrate(state, draft, num_accepted)
+        self._calibration.observe(state.guesses, draft, num_accepted)
 
     def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
         """What a decode step took; one that read a prompt says nothing of the others."""
@@ -351,7 +408,7 @@ class Controller:
         lengths = state.drafted.estimate(count, self._drafted[kind].estimate(count, [1.0] * count))
         outlook = state.outlook = _Outlook(_products(rates), _products(lengths))
         state.reason = "guesses hold too rarely for what they cost"
-        if state.reading:
+        if state.reading > READ_AT_ONCE * self.costs.step(1, rows):
             is_early = seq.num_output_tokens < LOOK_FIRST < seq.sampling.max_tokens / 4
             if is_early and kind < SURE_CLASS:
                 state.reason = "the text has only begun"
@@ -369,7 +426,8 @@ class Controller:
         state.asked_at = seq.num_output_tokens
         _, chosen, rate = self._best([outlook] + [NOTHING] * (rows - 1))
         left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
-        saved = max(left, TYPICAL_OUTPUT / 8) * (self.costs.step(1, rows) - rows / rate)
+        otherwise = rows / max(state.other_rate, rows / self.costs.step(1, rows))
+        saved = max(left, TYPICAL_OUTPUT / 8) * (otherwise - rows / rate)
         if saved > READING_MARGIN * state.reading:
             state.refusal = None
         elif chosen:
@@ -419,40 +477,6 @@ class Controller:
         earned = PROBE_SHARE * state.num_idle * plain / rows  # all rows wait for one that probes
         state.is_probing = limit > 0 and is_due and (state.wait == 0 or price <= earned)
         return int(state.is_probing)
-
-    # confidence
-
-    def _chance(self, state: _State, confidence: float | None) -> float:
-        """That a guess is accepted, given that those before it were."""
-        mean = self._total.rate(PRIOR_RATE)
-        if confidence is None:
-            return state.guesses.rate(mean)
-        rate = self._level(confidence).rate(mean)
-        return min(rate * _shrunk(state.guesses.hit, state.expected, 1.0), 1.0)
-
-    def _level(self, confidence: float) -> _Level:
-        return self._levels[bisect_right(LEVELS, confidence)]
-
-    def _calibrate(self, state: _State, draft: Draft, num_accepted: int) -> None:
-        confidences = draft.confidences or [0.0] * len(draft)
-        for i, confidence in enumerate(confidences[: num_accepted + 1]):
-            level = self._level(confidence)
-            state.expected = OWN_DECAY * state.expected + level.rate(PRIOR_RATE)
-            for each, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (state.guesses, OWN_DECAY)):
-                each.observe(i < num_accepted, decay)
-
-    def _try_anyway(self, confidences: Seq[float | None], *, price: float, rows: int) -> bool:
-        """Now and then, or a class once found wanting would be so for good."""
-        last = confidences[-1]
-        if last is None or len(confidences) > 1:
-            return False
-        level = self._level(last)
-        level.num_refused += 1
-        earned = PROBE_SHARE * level.num_refused * self.costs.step(1, rows) / rows
-        if level.num_refused < PROBE_EVERY or price > earned:
-            return False
-        level.num_refused = 0
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,6 +381,10 @@ class StoppingRule(Protocol):
         """
         ...
 
+    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
+        """How many of some guesses that are there already to draft, from the first on."""
+        ...
+
 
 class Drafter(Protocol):
     """A way to guess. Subclass it, give it a name and write ``propose``; the rest has defaults.

@@ -12,7 +12,7 @@ from typing import overload
 
 import torch
 
-from flashspec.choice import HybridController
+from flashspec.choice import HybridController, QuickController
 from flashspec.controller import Controller, Times
 from flashspec.core import (
     EMPTY,
@@ -39,6 +39,8 @@ from flashspec.scheduler import Scheduler
 from flashspec.text import TextStream, Tokenizer, encode
 from flashspec.tree import prefix
 from flashspec.verify import verify
+
+AnyController = Controller | QuickController | HybridController
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class LocalEngine:
         drafter: None for ordinary decoding.
         tokenizer: None if prompts are token ids only; then there are no texts and no stop strings.
         num_speculative_tokens: the longest draft, 0 is ordinary decoding; or a Controller, which chooses at each step
-            (a HybridController for a HybridDrafter).
+            (a QuickController for guesses that cost nothing, a HybridController for a HybridDrafter).
         max_batch: sequences that run at once; the others wait.
     """
 
@@ -126,14 +128,15 @@ class LocalEngine:
         drafter: Drafter | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        num_speculative_tokens: int | Controller | HybridController = 5,
+        num_speculative_tokens: int | AnyController = 5,
         max_batch: int = 16,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.controller: Controller | HybridController | None = None
-        if isinstance(num_speculative_tokens, Controller | HybridController):
+        self.why = ""  # how this drafter came to be chosen, where ``load`` chose it
+        self.controller: AnyController | None = None
+        if isinstance(num_speculative_tokens, Controller | QuickController | HybridController):
             self.controller, num_speculative_tokens = num_speculative_tokens, num_speculative_tokens.max_tokens
         self.scheduler = Scheduler(
             max_batch=max_batch,

@@ -1,47 +1,30 @@
-"""Names become objects: the one place where a string is turned into a model, a tokenizer or a drafter."""
+"""Names to objects: the one place where a string is turned into an engine or a drafter."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from flashspec import costs
+from flashspec.choice import HybridController, QuickController
 from flashspec.controller import AUTO, Controller
 from flashspec.core import Drafter
 from flashspec.costs import CostCurve
+from flashspec.drafters.hybrid import HybridDrafter
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
-from flashspec.engine import LocalEngine
-from flashspec.errors import FlashSpecError, MemoryLimitError, ModelError, OptionError, VocabularyError
-from flashspec.machine import machine
+from flashspec.drafters.suffix import SuffixDrafter
+from flashspec.drafters.translated import TranslatedDrafter
+from flashspec.engine import AnyController, LocalEngine
+from flashspec.errors import MemoryLimitError, OptionError, VocabularyError
+from flashspec.pretrained import Loaded, load_model
 from flashspec.scheduler import check_draft_length
-from flashspec.text import Tokenizer
-from flashspec.weights import EMBEDDED_NAME, Progress, cache_folder, first_line, source_of
+from flashspec.weights import Progress, cache_folder
 
 logger = logging.getLogger("flashspec")
-
-TESTED_FAMILIES = frozenset({"gemma3_text", "gpt2", "llama", "mistral", "phi", "phi3", "qwen2", "qwen3"})
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that can score, its tokenizer, and what to call it."""
-
-    name: str
-    target: Any  # backends.hf.HFTarget
-    tokenizer: Tokenizer
-    identity: dict[str, Any] = field(default_factory=dict)  # what its forwards' times depend on
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +33,45 @@ class DrafterKind:
 
     make: Callable[[Loaded, Loaded | None], Drafter | None]
     needs_draft: bool = False
+    controller: Callable[[CostCurve, CostCurve | None], AnyController] = Controller
 
 
-def _model_drafter(target: Loaded, draft: Loaded | None) -> Drafter:
+def _same_vocabulary(target: Loaded, draft: Loaded | None) -> Drafter:
     assert draft is not None
     check_vocabularies(target, draft)
     return ModelDrafter(draft.target, vocab_size=target.target.vocab_size)
 
 
+def _translated(target: Loaded, draft: Loaded | None) -> TranslatedDrafter:
+    assert draft is not None
+    return TranslatedDrafter(
+        draft.target,
+        tokenizer=draft.tokenizer,
+        served_tokenizer=target.tokenizer,
+        vocab_size=target.target.vocab_size,
+        eos_tokens=target.target.eos_tokens,
+    )
+
+
+def draft_model(target: Loaded, draft: Loaded | None) -> Drafter:
+    """A draft model's drafter, whatever its tokenizer."""
+    try:
+        return _same_vocabulary(target, draft)
+    except VocabularyError:
+        return _translated(target, draft)
+
+
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind(lambda target, draft: None),
-    "ngram": DrafterKind(lambda target, draft: NGramDrafter()),
-    "model": DrafterKind(_model_drafter, needs_draft=True),
+    "ngram": DrafterKind(lambda target, draft: NGramDrafter(), controller=QuickController),
+    "suffix": DrafterKind(lambda target, draft: SuffixDrafter(), controller=QuickController),
+    "model": DrafterKind(_same_vocabulary, needs_draft=True),
+    "translated": DrafterKind(_translated, needs_draft=True),
+    "hybrid": DrafterKind(
+        lambda target, draft: HybridDrafter(SuffixDrafter(), draft_model(target, draft)),
+        needs_draft=True,
+        controller=HybridController,
+    ),
 }
 
 
@@ -69,8 +79,14 @@ def load(
     model: str | os.PathLike[str] | None = None,
     *,
     draft: str | os.PathLike[str] | None = None,
-    drafter: str | Drafter | None = None,
+    drafter: str | Drafter | None = AUTO,
     num_speculative_tokens: int | str = AUTO,
+    backend: str = "auto",
+    draft_backend: str = "auto",
+    draft_dtype: str | None = None,
+    draft_vocab: int | None = None,
+    threads: int | None = None,
+    gpu_layers: int = 0,
     device: str | None = None,
     dtype: str | None = None,
     pack: bool = True,
@@ -83,11 +99,17 @@ def load(
 
     Args:
         model: a hub name, a folder or a ``.gguf`` file; None for the embedded SmolLM2-135M-Instruct.
-        draft: a small model of the same vocabulary, named likewise.
-        drafter: ``"none"``, ``"ngram"``, ``"model"`` or a Drafter of your own; by default ``"model"`` where ``draft``
-            is given, else ``"ngram"``.
+        draft: a small model, named likewise; its tokenizer may be another.
+        drafter: ``"none"``, ``"ngram"``, ``"suffix"``, ``"model"``, ``"translated"``, ``"hybrid"`` or a Drafter of your
+            own; ``"auto"`` is ``"hybrid"`` where ``draft`` is given and fits into memory, else ``"suffix"``.
         num_speculative_tokens: ``"auto"`` chooses the draft length at each step, 0 included, from measured costs (which
             takes seconds the first time) and running acceptance; a number is the longest draft.
+        backend: ``"torch"``, or ``"llamacpp"`` for a ``.gguf``; ``"auto"`` is torch.
+        draft_backend: likewise; ``"auto"`` runs a ``.gguf`` with llama.cpp where that is installed.
+        draft_dtype: a draft model's own dtype, ``"int8"`` or ``"int4"`` on a CPU too.
+        draft_vocab: a draft model guesses so many of the most frequent tokens only.
+        threads: of llama.cpp; None for torch's number.
+        gpu_layers: layers that llama.cpp keeps on a GPU, -1 for all.
         device: ``"cpu"``, ``"cuda"``, ...; None for CUDA where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for float32 on a CPU, else the model's own.
         pack: replace linear layers by ones that cost less for a few tokens (CPU, float32; the same numbers).
@@ -104,36 +126,48 @@ def load(
     make = partial(
         load_model,
         device=device,
-        dtype=dtype,
         pack=pack,
+        threads=threads,
+        gpu_layers=gpu_layers,
         trust_remote_code=trust_remote_code,
         self_test=self_test,
         progress=progress,
     )
-    loaded = make(model)
+    loaded = make(model, dtype=dtype, backend=backend)
     small = None
     if kind is not None and kind.needs_draft:
-        small = make(draft, is_draft=True)
+        try:
+            small = make(draft, is_draft=True, dtype=draft_dtype or dtype, backend=draft_backend, vocab=draft_vocab)
+        except MemoryLimitError as error:
+            if drafter not in (None, AUTO):
+                raise
+            logger.warning("drafting from the text alone: %s", error)
+            kind, name = choose_drafter(AUTO, has_draft=False)
     elif draft is not None:
-        logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='model' for it", draft, name)
+        logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='hybrid' for it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
-    length: int | Controller = 0
+    length: int | AnyController = 0
     if made is not None:
         length = (
             int(num_speculative_tokens)
             if num_speculative_tokens != AUTO
-            else _controller(loaded, small, max_rows=max_batch, progress=progress)
+            else _controller(kind or DRAFTERS["none"], loaded, small, max_rows=max_batch, progress=progress)
         )
-    return LocalEngine(
+    engine = LocalEngine(
         loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch
     )
+    engine.why = reason_for(name, made, small) if drafter in (None, AUTO) else f"drafter {name}, as asked"
+    logger.info("%s", engine.why)
+    return engine
 
 
-def _controller(loaded: Loaded, draft: Loaded | None, *, max_rows: int, progress: Progress | None) -> Controller:
+def _controller(
+    kind: DrafterKind, loaded: Loaded, draft: Loaded | None, *, max_rows: int, progress: Progress | None
+) -> AnyController:
     cost = cost_curve(loaded, max_rows=max_rows, progress=progress)
     drafting = cost_curve(draft, max_rows=max_rows, is_draft=True, progress=progress) if draft is not None else None
-    return Controller(cost, drafting)
+    return kind.controller(cost, drafting)
 
 
 def cost_curve(
@@ -152,82 +186,29 @@ def choose_drafter(drafter: str | Drafter | None, *, has_draft: bool) -> tuple[D
     Raises:
         OptionError: an unknown name, or a draft model needed and not given.
     """
-    if drafter is None:
-        drafter = "model" if has_draft else "ngram"
+    if drafter is None or (isinstance(drafter, str) and drafter == AUTO):
+        drafter = "hybrid" if has_draft else "suffix"
     if not isinstance(drafter, str):
         if not callable(getattr(drafter, "propose", None)):
-            raise OptionError(f"drafter is {drafter!r}; it must be one of {', '.join(DRAFTERS)} or a flashspec.Drafter")
+            raise OptionError(
+                f"drafter is {drafter!r}; it must be auto, one of {', '.join(DRAFTERS)} or a flashspec.Drafter"
+            )
         return None, drafter.name
     if drafter not in DRAFTERS:
-        raise OptionError(f"drafter is {drafter!r}; it must be one of {', '.join(DRAFTERS)}")
+        raise OptionError(f"drafter is {drafter!r}; it must be auto or one of {', '.join(DRAFTERS)}")
     if DRAFTERS[drafter].needs_draft and not has_draft:
-        raise OptionError(f"drafter {drafter!r} needs a draft model; name one with --draft, or use --drafter ngram")
+        raise OptionError(f"drafter {drafter!r} needs a draft model; name one with --draft, or use --drafter suffix")
     return DRAFTERS[drafter], drafter
 
 
-def load_model(
-    model: str | os.PathLike[str] | None,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    pack: bool = True,
-    trust_remote_code: bool = False,
-    self_test: bool = False,
-    is_draft: bool = False,
-    progress: Progress | None = None,
-) -> Loaded:
-    """A model with its tokenizer. See ``load``."""
-    say = progress or (lambda line: None)
-    name = EMBEDDED_NAME if model is None else str(model)
-    place = _device(device)
-    precision = dtype_of(dtype, place)
-    source = source_of(model, say)
-    say(f"loading {name}")
-    network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
-    from flashspec.backends import half, hf  # Transformers takes seconds to import; errors above should not wait for it
-
-    hf.check_runnable(network)
-    layers: dict[str, int] = {}
-    if place.type == "cpu" and pack and network.dtype is torch.float32:
-        say(f"packing {name}'s linear layers")
-        # a draft model scores a token at a time, which oneDNN's layout does not help
-        limits = {"at_least": sys.maxsize} if is_draft else {}
-        layers = hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
-        logger.info("%s: linear layers in %s", name, layers)
-    hf.use_grouped_attention(network)
-    target = hf.HFTarget(network)
-    family = network.config.model_type
-    if self_test or family not in TESTED_FAMILIES:
-        difference = hf.self_test(target)
-        say(f"self-test of {name} ({family}): logits after rollback differ by {difference:.1e} standard deviations")
-    logger.info("%s: %s on %s", name, str(network.dtype).removeprefix("torch."), place)
-    identity = {
-        "model": source,
-        "config": hashlib.sha256(network.config.to_json_string().encode()).hexdigest(),
-        "weights": sum(parameter.nbytes for parameter in network.parameters()),
-        "dtype": str(network.dtype),
-        "device": str(place),
-        "layers": layers,
-        **machine(),
-    }
-    return Loaded(name, target, tokenizer, identity)
-
-
-def load_plain(
-    model: str | os.PathLike[str] | None,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Any:
-    """The same weights as a stock Transformers model, for the benchmark's baselines."""
-    say = progress or (lambda line: None)
-    name = EMBEDDED_NAME if model is None else str(model)
-    place = _device(device)
-    precision = dtype_of(dtype, place)
-    say(f"loading {name} for Transformers' own generate")
-    return _pretrained(name, source_of(model, say), place, precision, trust_remote_code)[0]
+def reason_for(name: str, drafter: Drafter | None, draft: Loaded | None) -> str:
+    """What ``auto`` chose and why, in a line."""
+    if draft is None:
+        return f"drafter {name}: no draft model was given, so guesses come from the text itself"
+    slow = getattr(drafter, "slow", drafter)
+    how = f"{draft.name} through its own tokenizer" if isinstance(slow, TranslatedDrafter) else draft.name
+    runtime = "llama.cpp" if "llama.cpp" in draft.identity else "torch"
+    return f"drafter {name}: guesses from the text where it repeats itself, from {how} ({runtime}) where it does not"
 
 
 def check_vocabularies(target: Loaded, draft: Loaded) -> None:
@@ -238,120 +219,6 @@ def check_vocabularies(target: Loaded, draft: Loaded) -> None:
         token, at = different[0]
         raise VocabularyError(
             f"{draft.name} has another vocabulary than {target.name}: {len(mine)} and {len(theirs)} tokens, the first "
-            f"difference is id {at} ({token!r}); use a draft model of the same family, or --drafter ngram"
+            f"difference is id {at} ({token!r}); use --drafter hybrid or translated, which read it through its own "
+            "tokenizer, or a draft model of the same family"
         )
-
-
-# device, dtype, weights
-
-
-def _device(device: str | None) -> torch.device:
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(name)
-        if place.type == "meta":
-            raise RuntimeError("a device without data")
-    except RuntimeError as error:
-        raise OptionError(f"device is {name!r}; it must be cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu"
-        )
-    return place
-
-
-def dtype_of(dtype: str | None, device: torch.device) -> torch.dtype | str:
-    """What to load in: a torch dtype, or ``"auto"`` for the model's own."""
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if device.type != "cpu":
-        return "auto" if dtype is None else DTYPES[dtype]
-    if dtype in (None, "float32"):
-        return torch.float32
-    if dtype == "bfloat16" and cpu_has_bfloat16():
-        return torch.bfloat16
-    logger.warning(
-        "computing in float32 instead of %s: this CPU has no instructions for it, and without them scoring n draft "
-        "tokens costs n times as much as one",
-        dtype,
-    )
-    return torch.float32
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX)."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
-
-
-def _pretrained(
-    name: str, source: str, device: torch.device, dtype: torch.dtype | str, trust_remote_code: bool
-) -> tuple[Any, Tokenizer]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from flashspec.backends.hf import layer_windows
-
-    with readable_errors(name):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        layer_windows(config)  # refuse before reading gigabytes
-        _check_memory(name, Path(source), dtype, device)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        network, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-        if report["missing_keys"]:
-            raise ModelError(
-                f"cannot load {name!r}: its weights lack {sorted(report['missing_keys'])[0]}; copy it anew"
-            )
-        return network.eval().to(device), tokenizer
-
-
-@contextlib.contextmanager
-def readable_errors(name: str) -> Iterator[None]:
-    from transformers.utils import logging as transformers_logging
-
-    hub_logger = logging.getLogger("huggingface_hub")
-    levels = transformers_logging.get_verbosity(), hub_logger.level
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub_logger.setLevel(logging.ERROR)  # it warns of each of its five retries
-    try:
-        yield
-    except FlashSpecError:
-        raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise MemoryLimitError(f"no memory for the weights of {name}; use a smaller model or half precision") from error
-    except Exception as error:  # from_pretrained raises a dozen kinds for unreadable files
-        raise ModelError(
-            f"cannot load {name!r}: {first_line(error)}; name a folder with a whole Transformers model, a .gguf file, "
-            "or a model on a hub that this machine reaches"
-        ) from error
-    finally:
-        transformers_logging.set_verbosity(levels[0])
-        hub_logger.setLevel(levels[1])
-
-
-def _check_memory(name: str, folder: Path, dtype: torch.dtype | str, device: torch.device) -> None:
-    """On a CPU the kernel kills what does not fit, so ask before."""
-    if device.type != "cpu" or not isinstance(dtype, torch.dtype):
-        return
-    import psutil
-    from safetensors import safe_open
-
-    numbers = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            numbers += sum(_numel(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
-    needed, free = numbers * dtype.itemsize, psutil.virtual_memory().available
-    if needed > free:
-        raise MemoryLimitError(
-            f"{name} needs {needed / 2**30:.1f} GiB for its weights in {dtype}, and {free / 2**30:.1f} GiB are free; "
-            "use a smaller model or free some memory"
-        )
-
-
-def _numel(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -54,12 +54,22 @@ def source_of(model: str | os.PathLike[str] | None, say: Progress) -> str:
         ) from error
 
 
+def gguf_file(model: str | os.PathLike[str] | None) -> Path:
+    """The path of a GGUF model, the embedded one for None.
+
+    Raises:
+        ModelError: there is no such file.
+    """
+    path = default_model() if model is None else Path(model).expanduser()
+    if not path.is_file():
+        raise ModelError(f"there is no file {path}; give the path of an existing .gguf file")
+    return path
+
+
 def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
     path = default_model() if model is None else Path(model).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"there is no file {path}; give the path of an existing .gguf file")
-        return str(converted(path, say))
+        return str(converted(gguf_file(model), say))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {path} has no config.json, so it holds no Transformers model")
@@ -73,19 +83,38 @@ def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
 
 def converted(gguf: Path, say: Progress) -> Path:
     """The Transformers folder of a GGUF file, made once per content."""
-    folder = cache_folder() / "models" / _digest(gguf, say)
-    if (folder / "config.json").is_file():
+    return _made(gguf, ("models", "config.json"), _convert, say, f"converting {gguf.name} for Transformers")
+
+
+def tokenizer_folder(gguf: Path, say: Progress) -> Path:
+    """The tokenizer of a GGUF file, chat template included, as Transformers keeps one; made once per content.
+
+    Raises:
+        ModelError: not a GGUF file, or a tokenizer that Transformers does not know.
+    """
+    whole = cache_folder() / "models" / _digest(gguf, say)
+    if (whole / "config.json").is_file():
+        return whole
+    return _made(
+        gguf, ("tokenizers", "tokenizer.json"), _extract_tokenizer, say, f"reading the tokenizer of {gguf.name}"
+    )
+
+
+def _made(gguf: Path, place: tuple[str, str], make: Callable[[Path, Path], None], say: Progress, stage: str) -> Path:
+    """A folder in the cache, made once by ``make``; ``place`` is its kind and the file that shows it is whole."""
+    folder = cache_folder() / place[0] / _digest(gguf, say)
+    if (folder / place[1]).is_file():
         return folder
-    say(f"converting {gguf.name} for Transformers (once; kept in {folder})")
+    say(f"{stage} (once; kept in {folder})")
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=folder.name, suffix=".part", dir=folder.parent))
     try:
-        _convert(gguf, part)
-        if not (folder / "config.json").is_file():
+        make(gguf, part)
+        if not (folder / place[1]).is_file():
             shutil.rmtree(folder, ignore_errors=True)  # what an older, broken attempt may have left
         part.replace(folder)
     except OSError:
-        if not (folder / "config.json").is_file():  # another process may have been first
+        if not (folder / place[1]).is_file():  # another process may have been first
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -114,14 +143,9 @@ def _check_conversion(gguf: Path, folder: Path) -> None:
 
 def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as transformers_logging
 
     _check_conversion(gguf, folder)
-    try:
-        if sys.stderr.isatty():
-            transformers_logging.enable_progress_bar()
-        else:
-            transformers_logging.disable_progress_bar()
+    with _readable(gguf):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
@@ -129,17 +153,37 @@ def _convert(gguf: Path, folder: Path) -> None:
             dtype=torch.float32,  # dequantised weights are exact in float32 only
             quantization_config=GgufConfig(dequantize=True),
         )
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _extract_tokenizer(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with _readable(gguf):
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _readable(gguf: Path) -> Iterator[None]:
+    """Transformers' progress bar on a terminal, and its errors in our words."""
+    from transformers.utils import logging as transformers_logging
+
+    try:
+        if sys.stderr.isatty():
+            transformers_logging.enable_progress_bar()
+        else:
+            transformers_logging.disable_progress_bar()
+        yield
     except Exception as error:
         raise ModelError(
             f"cannot read {gguf}: {first_line(error)}; is it a whole GGUF file of a supported model?"
         ) from error
     finally:
         transformers_logging.disable_progress_bar()
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _digest(gguf: Path, say: Progress) -> str:

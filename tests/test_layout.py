@@ -25,6 +25,7 @@ LAYERS = [
     ["scheduler"],
     ["engine"],
     ["metrics", "planner", "weights"],
+    ["pretrained"],
     ["loader"],
     ["doctor"],
     ["server", "report"],

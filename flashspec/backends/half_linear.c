@@ -14,6 +14,8 @@
 #define LANES 8
 #define BLOCK (2 * LANES) /* weights widened at a time */
 #define LINE 32           /* weights in a cache line */
+#define FAR 4096          /* weights; short strips are done sooner than a read from memory */
+#define LONG_STRIP 12288  /* weights; in a longer one that order brings the later rows too late */
 #define MOST_COLUMNS 3    /* rows of W at a time: 3 x 4 or 2 x 6 sums, the weights and an input fill 16 registers */
 #define MOST_ROWS 6       /* rows of x at a time */
 
@@ -36,14 +38,14 @@ static inline float widened(uint16_t half) {
 /* columns x rows outputs; both are constants where it is inlined, so that the sums live in registers */
 static inline __attribute__((always_inline)) void tile(
     const float *x, const uint16_t *w, const float *bias, float *y, int64_t in, int64_t out, const int columns,
-    const int rows, const int64_t ahead) {
+    const int rows, const int64_t ahead, const int in_order) {
     vector sums[MOST_COLUMNS][MOST_ROWS] = {{{0}}};
     int64_t k = 0;
     for (; k + BLOCK <= in; k += BLOCK) {
         vector even[MOST_COLUMNS], odd[MOST_COLUMNS];
         for (int c = 0; c < columns; c++) {
             words pairs;
-            if (ahead && k % LINE == 0) __builtin_prefetch(w + c * in + k + ahead);
+            if (ahead && k % LINE == 0) __builtin_prefetch(w + (in_order ? columns * k + c * LINE : c * in + k) + ahead);
             memcpy(&pairs, w + c * in + k, sizeof pairs);
             even[c] = as_floats(pairs << 16);
             odd[c] = as_floats(pairs & 0xffff0000u);
@@ -69,16 +71,19 @@ static inline __attribute__((always_inline)) void strip(
     const float *x, const uint16_t *w, const float *bias, float *y, int64_t n, int64_t in, int64_t out,
     const int columns, const int most_rows) {
     const int64_t tiles = (n + most_rows - 1) / most_rows;
-    int64_t ahead = columns * in; /* the next strip comes from memory during the first tile of this one */
+    /* What comes next is fetched from memory during the first tile of this strip. With one or two rows of x the memory is
+     * waited for: then in the order in which it lies there, and far enough ahead for it to answer in time. */
+    const int in_order = n <= 2 && columns * in <= LONG_STRIP;
+    int64_t ahead = in_order && columns * in < FAR ? FAR : columns * in;
     for (int64_t i = 0; i < tiles; i++, ahead = 0) {
         const int64_t rows = (n + tiles - i - 1) / (tiles - i); /* tiles alike: one of a single row wastes most */
         switch (rows) {
-        case 1: tile(x, w, bias, y, in, out, columns, 1, ahead); break;
-        case 2: tile(x, w, bias, y, in, out, columns, 2, ahead); break;
-        case 3: tile(x, w, bias, y, in, out, columns, 3, ahead); break;
-        case 4: tile(x, w, bias, y, in, out, columns, 4, ahead); break;
-        case 5: tile(x, w, bias, y, in, out, columns, 5, ahead); break;
-        case 6: tile(x, w, bias, y, in, out, columns, 6, ahead); break;
+        case 1: tile(x, w, bias, y, in, out, columns, 1, ahead, in_order); break;
+        case 2: tile(x, w, bias, y, in, out, columns, 2, ahead, in_order); break;
+        case 3: tile(x, w, bias, y, in, out, columns, 3, ahead, 0); break;
+        case 4: tile(x, w, bias, y, in, out, columns, 4, ahead, 0); break;
+        case 5: tile(x, w, bias, y, in, out, columns, 5, ahead, 0); break;
+        case 6: tile(x, w, bias, y, in, out, columns, 6, ahead, 0); break;
         }
         n -= rows;
         x += rows * in;

@@ -94,7 +94,7 @@ class LlamaTarget:
 
     def __init__(self, path: Path, *, threads: int | None = None, gpu_layers: int = 0) -> None:
         self._lib = lib = llama_cpp()
-        self._threads = threads or torch.get_num_threads()
+        self.threads = threads or torch.get_num_threads()
         self._model = _load(lib, path, gpu_layers)
         weakref.finalize(self, lib.llama_model_free, self._model)
         vocab = lib.llama_model_get_vocab(self._model)
@@ -297,9 +297,10 @@ class LlamaTarget:
 
     def _new_context(self) -> Any:
         lib, params = self._lib, self._lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = self._num_cells, CHUNK, CHUNK
+        params.n_ctx = self._num_cells
+        params.n_batch = params.n_ubatch = max(CHUNK, self._num_ids)
         params.n_seq_max, params.kv_unified = self._num_ids, True  # one memory for all: branches share its cells
-        params.n_threads = params.n_threads_batch = self._threads
+        params.n_threads = params.n_threads_batch = self.threads
         params.swa_full = True  # a pruned sliding window could not be rolled back
         params.no_perf = True
         context = lib.llama_init_from_model(self._model, params)

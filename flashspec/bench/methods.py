@@ -7,16 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from flashspec.controller import AUTO, Controller
+from flashspec.controller import AUTO
 from flashspec.core import SamplingParams, SpecStats
 from flashspec.costs import CostCurve
 from flashspec.engine import LocalEngine, Result
-from flashspec.loader import DRAFTERS, Loaded
+from flashspec.loader import DRAFTERS
+from flashspec.pretrained import Loaded
 
 PLAIN = "none"
 HF_PLAIN = "hf_generate"
@@ -90,7 +93,7 @@ def engine_methods(
                 if name != PLAIN and length == 0:
                     continue
                 drafter, own = kind.make(loaded, draft), draft.name if draft else None
-                limit = int(length) if length != AUTO else Controller(curves[None], curves[own] if own else None)
+                limit = int(length) if length != AUTO else kind.controller(curves[None], curves[own] if own else None)
                 engine = LocalEngine(
                     loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit,
                     max_batch=max_batch,
@@ -142,6 +145,54 @@ def _peak() -> int:
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return int(torch.cuda.max_memory_allocated())
     return int(psutil.Process().memory_info().rss)
+
+
+# llama.cpp's own
+
+
+def llamacpp_methods(path: Path, *, threads: int | None, gpu_layers: int) -> list[Method]:
+    """llama-cpp-python's generate, and with its own prompt lookup, as its documentation sets that up."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    lookup = LlamaPromptLookupDecoding(max_ngram_size=2, num_pred_tokens=10)
+    run = partial(_LlamaRun, path, threads=threads, gpu_layers=gpu_layers)
+    return [
+        Method("llamacpp_generate", None, run(), max_batch=1),
+        Method("llamacpp_prompt_lookup", 10, run(draft_model=lookup), max_batch=1),
+    ]
+
+
+class _LlamaRun:
+    """One llama_cpp.Llama, as large as the longest request so far: with a draft model it keeps all logits."""
+
+    def __init__(self, path: Path, *, threads: int | None, gpu_layers: int, draft_model: Any = None) -> None:
+        self.options = {
+            "model_path": str(path), "n_threads": threads or torch.get_num_threads(), "verbose": False,
+            "n_threads_batch": threads or torch.get_num_threads(), "n_gpu_layers": gpu_layers,
+            "draft_model": draft_model,
+        }  # fmt: skip
+        self.model: Any = None
+
+    def __call__(self, prompts: list[list[int]], sampling: SamplingParams) -> Run:
+        prompt = prompts[0]
+        self._make_room(len(prompt) + sampling.max_tokens + 16)
+        self.model.reset()  # or it reuses the keys and values of the run before
+        chosen = {"temp": sampling.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        times, tokens = [time.perf_counter()], list[int]()
+        for token in self.model.generate(prompt, reset=True, **chosen):
+            times.append(time.perf_counter())
+            tokens.append(token)
+            ended = self.model.token_eos() == token and not sampling.ignore_eos
+            if ended or len(tokens) == sampling.max_tokens:
+                break
+        tpot = (times[-1] - times[1]) / max(len(tokens) - 1, 1)
+        return Run([tokens], times[1] - times[0], tpot, times[-1] - times[0], peak_memory=_peak())
+
+    def _make_room(self, needed: int) -> None:
+        import llama_cpp
+
+        if self.model is None or self.model.n_ctx() < needed:
+            self.model = llama_cpp.Llama(n_ctx=-(-needed // 512) * 512, **self.options)
 
 
 # Transformers' own

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashspec.core import Prompt
 from flashspec.errors import PromptError
-from flashspec.loader import Loaded
+from flashspec.pretrained import Loaded
 from flashspec.text import encode
 
 

@@ -16,10 +16,11 @@ from flashspec.bench.methods import HF_PLAIN, PLAIN, Curves, Method, Run
 from flashspec.bench.prompts import Task
 from flashspec.core import SpecStats
 from flashspec.costs import CostCurve
-from flashspec.loader import Loaded
+from flashspec.pretrained import Loaded
 
 # two logits closer than this, in standard deviations of all logits, are a tie in that precision
 TIES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+QUANTISED_TIE = 0.2  # of llama.cpp, which rounds activations to 8 bits, not the same way for every number of tokens
 Key = tuple[int, int]  # which prompt, which repetition
 
 
@@ -192,7 +193,12 @@ def _parting(prompt: list[int], mine: list[int], other: list[int], loaded: Loade
     logits = loaded.target.plain_logits(prompt + other[:at])
     first, second = logits.topk(2).values.tolist()
     gap = float((first - second) / logits.std())
-    return {"position": at, "gap": gap, "is_tie": gap < TIES[loaded.target.model.dtype]}
+    return {"position": at, "gap": gap, "is_tie": gap < _tie(loaded)}
+
+
+def _tie(loaded: Loaded) -> float:
+    network = getattr(loaded.target, "model", None)
+    return QUANTISED_TIE if network is None else TIES[network.dtype]
 
 
 def difference_line(row: dict[str, Any], difference: dict[str, Any]) -> str:

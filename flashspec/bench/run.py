@@ -18,17 +18,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flashspec.bench.methods import PLAIN, Curves, Method, Run, engine_methods, hf_methods
+from flashspec.bench.methods import (
+    PLAIN,
+    Curves,
+    Method,
+    Run,
+    engine_methods,
+    hf_methods,
+    llamacpp_methods,
+)
 from flashspec.bench.prompts import Task, read_prompts, tasks_of
 from flashspec.bench.rows import Condition, difference_line, rows_of, table
 from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
-from flashspec.loader import DRAFTERS, Loaded, choose_drafter, cost_curve, load_model, load_plain
+from flashspec.loader import DRAFTERS, choose_drafter, cost_curve
 from flashspec.machine import machine
+from flashspec.pretrained import Loaded, backend_of, load_model, load_plain
 from flashspec.report import check_report, write_report
 from flashspec.scheduler import check_draft_length
+from flashspec.weights import gguf_file
 
 RUNS = "runs.jsonl"  # in the report's folder
 TABLE_WIDTH = 140
@@ -50,6 +60,12 @@ class BenchOptions:
     max_tokens: int = 64
     ignore_eos: bool = False
     hf: bool = False
+    backend: str = AUTO
+    draft_backend: str = AUTO
+    draft_dtype: str | None = None
+    draft_vocab: int | None = None
+    threads: int | None = None
+    gpu_layers: int = 0
     device: str | None = None
     dtype: str | None = None
     pack: bool = True
@@ -145,20 +161,37 @@ def check_options(options: BenchOptions) -> None:
 
 def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method], Curves]:
     """The served model, every method with its engine, and what forwards cost."""
-    device, dtype, trust = options.device, options.dtype, options.trust_remote_code
-    stock = partial(load_plain, device=device, dtype=dtype, trust_remote_code=trust, progress=say)
-    ready = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust, progress=say, pack=options.pack)
+    read = partial(
+        load_model, device=options.device, trust_remote_code=options.trust_remote_code, progress=say,
+        pack=options.pack, threads=options.threads, gpu_layers=options.gpu_layers,
+    )  # fmt: skip
     drafts = options.drafts if any(DRAFTERS[name].needs_draft for name in options.drafters) else []
-    theirs: list[Method] = []
-    if options.hf:  # before packing takes the memory that a second copy needs while it is made
-        theirs = hf_methods(stock(options.model), stock(drafts[0]) if drafts else None)
-    loaded = ready(options.model)
-    small = [ready(draft, is_draft=True) for draft in drafts]
+    theirs = their_methods(options, drafts, say) if options.hf else []
+    loaded = read(options.model, dtype=options.dtype, backend=options.backend)
+    small = [
+        read(draft, is_draft=True, dtype=options.draft_dtype or options.dtype, backend=options.draft_backend,
+             vocab=options.draft_vocab)
+        for draft in drafts
+    ]  # fmt: skip
     lengths, largest = options.num_speculative_tokens, max(options.batch)
     curves: dict[str | None, CostCurve] = {None: cost_curve(loaded, max_rows=largest, progress=say)}
     curves |= {draft.name: cost_curve(draft, max_rows=largest, is_draft=True, progress=say) for draft in small}
     ours = engine_methods(options.drafters, lengths, loaded, small, curves, max_batch=largest)
     return loaded, ours + theirs, curves
+
+
+def their_methods(options: BenchOptions, drafts: list[str], say: Callable[[str], None]) -> list[Method]:
+    """What users have without us: of Transformers, or of llama.cpp where it runs the served model.
+
+    Loaded before our layers are packed, which takes the memory that a second copy needs while it is made.
+    """
+    if backend_of(options.model, options.backend) == "llamacpp":
+        return llamacpp_methods(gguf_file(options.model), threads=options.threads, gpu_layers=options.gpu_layers)
+    stock = partial(
+        load_plain, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code,
+        progress=say,
+    )  # fmt: skip
+    return hf_methods(stock(options.model), stock(drafts[0]) if drafts else None)
 
 
 # order

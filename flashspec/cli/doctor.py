@@ -98,9 +98,10 @@ def _case(
     """Models, drafter and costs, loaded as ``flashspec.load`` does; another vocabulary is no error here."""
     from flashspec.bench.prompts import read_prompts, tasks_of
     from flashspec.doctor import Case
-    from flashspec.loader import choose_drafter, cost_curve, load_model
+    from flashspec.loader import choose_drafter, cost_curve
+    from flashspec.pretrained import load_model
 
-    kind, _ = choose_drafter(drafter, has_draft=draft is not None)
+    kind, _ = choose_drafter(drafter or ("model" if draft is not None else "ngram"), has_draft=draft is not None)
     assert kind is not None
     texts = {prompts: read_prompts(prompts, NUM_PROMPTS)} if prompts is not None else {}
     read = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=say)

@@ -17,14 +17,19 @@ from rich.text import Text
 
 from flashspec.cli.options import (
     DEFAULTS,
+    Backend,
     ColorTokens,
     Config,
     Device,
+    DraftBackend,
+    DraftDtype,
     DrafterName,
     DraftLength,
     DraftModel,
+    DraftVocab,
     Dtype,
     FrequencyPenalty,
+    GpuLayers,
     IgnoreEos,
     MaxTokens,
     MinP,
@@ -39,6 +44,7 @@ from flashspec.cli.options import (
     Stop,
     System,
     Temperature,
+    Threads,
     TopK,
     TopP,
     TrustRemoteCode,
@@ -55,9 +61,7 @@ from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.text import as_conversation, has_chat_template
 
 if TYPE_CHECKING:
-    from flashspec.choice import HybridController
-    from flashspec.controller import Controller
-    from flashspec.engine import LocalEngine
+    from flashspec.engine import AnyController, LocalEngine
 
 COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 
@@ -86,6 +90,12 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="With --json: of each token and of so many others.")] = None,
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    backend: Backend = AUTO,
+    draft_backend: DraftBackend = AUTO,
+    draft_dtype: DraftDtype = None,
+    draft_vocab: DraftVocab = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = 0,
     device: Device = None,
     dtype: Dtype = None,
     pack: Pack = True,
@@ -108,7 +118,9 @@ def generate(
     text = _prompt(prompt, file)
     engine = _load(
         model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
-        device=device, dtype=dtype, pack=pack, self_test=self_test, trust_remote_code=trust_remote_code,
+        backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
+        threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
+        self_test=self_test, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     reply = _Reply(engine, color=color_tokens, quiet=as_json)
     with reply.interruptible():
@@ -118,6 +130,7 @@ def generate(
     if color_tokens:
         screen.print(" ".join(f"[{color}]{kind}[/]" for kind, color in COLORS.items()))
     if stats:
+        screen.print(engine.why, style="dim", markup=False, soft_wrap=True)
         screen.print(stats_text(reply.stats, reply.timings, engine.controller), soft_wrap=True)
     if reply.was_interrupted:
         raise typer.Exit(130)
@@ -138,6 +151,12 @@ def chat(
     seed: Seed = DEFAULTS.seed,
     max_tokens: MaxTokens = 512,
     system: System = None,
+    backend: Backend = AUTO,
+    draft_backend: DraftBackend = AUTO,
+    draft_dtype: DraftDtype = None,
+    draft_vocab: DraftVocab = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = 0,
     device: Device = None,
     dtype: Dtype = None,
     pack: Pack = True,
@@ -154,7 +173,9 @@ def chat(
     )  # fmt: skip
     engine = _load(
         model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
-        device=device, dtype=dtype, pack=pack, trust_remote_code=trust_remote_code,
+        backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
+        threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     if not has_chat_template(engine.tokenizer):
         raise OptionError("this model has no chat template, so it cannot chat; use flashspec generate --raw")
@@ -248,7 +269,7 @@ def timings_dict(timings: Timings) -> dict[str, float]:
     return {name: getattr(timings, name) for name in names}
 
 
-def stats_text(stats: SpecStats, timings: Timings, controller: Controller | HybridController | None) -> str:
+def stats_text(stats: SpecStats, timings: Timings, controller: AnyController | None) -> str:
     """The lines that --stats ends with."""
     spent = (timings.draft + timings.verify + timings.sample) or 1.0
     shares = ", ".join(f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))

@@ -10,13 +10,19 @@ import typer
 
 from flashspec.cli.options import (
     DEFAULTS,
+    Backend,
     Config,
     Device,
+    DraftBackend,
+    DraftDtype,
+    DraftVocab,
     Dtype,
+    GpuLayers,
     IgnoreEos,
     MaxTokens,
     Model,
     Pack,
+    Threads,
     TrustRemoteCode,
     Verbose,
     app,
@@ -24,6 +30,7 @@ from flashspec.cli.options import (
     screen,
     set_up_logging,
 )
+from flashspec.controller import AUTO
 from flashspec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ def bench(
     prompts: Prompts,
     config: Config = None,
     model: Model = None,
-    draft: Annotated[list[str] | None, typer.Option(help="A small model of the same vocabulary; repeatable.")] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="A small model; repeatable.")] = None,
     drafters: Annotated[str, typer.Option(help="Comma-separated; none is always measured.")] = "none,ngram",
     num_speculative_tokens: Annotated[str, typer.Option(help="Comma-separated: 1,2,3,5,8,auto.")] = "auto",
     batch: Annotated[str, typer.Option(help="Comma-separated: requests at once.")] = "1",
@@ -50,8 +57,16 @@ def bench(
     limit: Limit = 4,
     max_tokens: MaxTokens = 64,
     ignore_eos: IgnoreEos = False,
-    hf: Annotated[bool, typer.Option("--hf", help="Measure Transformers' own ways in the same run.")] = False,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="Measure Transformers' own ways (llama.cpp's, for its models) too.")
+    ] = False,
     report: Report = None,
+    backend: Backend = AUTO,
+    draft_backend: DraftBackend = AUTO,
+    draft_dtype: DraftDtype = None,
+    draft_vocab: DraftVocab = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = 0,
     device: Device = None,
     dtype: Dtype = None,
     pack: Pack = True,
@@ -69,7 +84,9 @@ def bench(
         prompts=prompts, model=model, drafts=draft or [], drafters=_split(drafters, str, "drafters"),
         num_speculative_tokens=_split(num_speculative_tokens, draft_length, "num-speculative-tokens"),
         batch=_split(batch, int, "batch"), temperature=_split(temperature, float, "temperature"), repeat=repeat,
-        limit=limit, max_tokens=max_tokens, ignore_eos=ignore_eos, hf=hf, report=report, device=device, dtype=dtype,
+        limit=limit, max_tokens=max_tokens, ignore_eos=ignore_eos, hf=hf, report=report, backend=backend,
+        draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab, threads=threads,
+        gpu_layers=gpu_layers, device=device, dtype=dtype,
         pack=pack, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     run_bench(options, screen)
@@ -88,6 +105,12 @@ def tune(
     out: Annotated[Path, typer.Option(help="Where the configuration goes.")] = Path("flashspec.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing configuration.")] = False,
     report: Report = None,
+    backend: Backend = AUTO,
+    draft_backend: DraftBackend = AUTO,
+    draft_dtype: DraftDtype = None,
+    draft_vocab: DraftVocab = None,
+    threads: Threads = None,
+    gpu_layers: GpuLayers = 0,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -100,7 +123,9 @@ def tune(
     options = _options(
         prompts=prompts, model=model, drafts=draft or [], temperature=[temperature], repeat=repeat, limit=limit,
         num_speculative_tokens=_split(num_speculative_tokens, draft_length, "num-speculative-tokens"),
-        max_tokens=max_tokens, report=report, device=device, dtype=dtype, trust_remote_code=trust_remote_code,
+        max_tokens=max_tokens, report=report, backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype,
+        draft_vocab=draft_vocab, threads=threads, gpu_layers=gpu_layers, device=device,
+        dtype=dtype, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     run_tune(options, out, screen, force=force)
 

@@ -26,15 +26,31 @@ app = typer.Typer(
 )
 screen = Console(stderr=True, highlight=False)
 DEFAULTS = SamplingParams()
+MODELS = (  # options that say how models are loaded, in every command that loads some
+    "backend", "draft_backend", "draft_dtype", "draft_vocab", "threads", "gpu_layers", "device", "dtype"
+)  # fmt: skip
+ENGINE = {"model", "draft", "drafter", "num_speculative_tokens", *MODELS}
 SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"}
 
 
 # One option, one line: the commands share these.
 Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
-DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model of the same vocabulary.")]
+DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model; its tokenizer may be another.")]
 DrafterName = Annotated[
-    str | None, typer.Option("--drafter", help="none, ngram or model. Default: model with --draft, else ngram.")
+    str | None,
+    typer.Option(
+        "--drafter", metavar="auto|none|ngram|suffix|model|translated|hybrid",
+        help="auto: hybrid with --draft, else suffix.", show_default=False,
+    ),
+]  # fmt: skip
+Backend = Annotated[str, typer.Option(metavar="auto|torch|llamacpp", help="llamacpp runs a .gguf as it is.")]
+DraftBackend = Annotated[
+    str, typer.Option(metavar="auto|torch|llamacpp", help="auto: llama.cpp for a .gguf on a CPU, where installed.")
 ]
+DraftDtype = Annotated[str | None, typer.Option(help="Of the draft model: int8 or int4 too, on a CPU.")]
+DraftVocab = Annotated[int | None, typer.Option(help="The draft model guesses the N most frequent tokens only.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of llama.cpp. Default: torch's number.")]
+GpuLayers = Annotated[int, typer.Option(help="Layers that llama.cpp keeps on a GPU; -1: all.")]
 DraftLength = Annotated[
     str,
     typer.Option("--num-speculative-tokens", metavar="auto|N", help="auto: by measurement. N: up to N."),
@@ -105,7 +121,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"cannot read the configuration {file}: {error}; flashspec tune writes one") from error
-    known = {"model", "draft", "drafter", "num_speculative_tokens", "device", "dtype", *SAMPLING}
+    known = {*ENGINE, *SAMPLING}
     if unknown := sorted(set(values) - known):
         raise OptionError(f"{file} sets {unknown[0]!r}, which is not an option; known are {', '.join(sorted(known))}")
     if tables := [name for name, value in values.items() if isinstance(value, dict)]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashspec.costs import CostCurve
-    from flashspec.loader import Loaded
+    from flashspec.pretrained import Loaded
 
 CONTEXT = 2048  # tokens, where the model has so many
 DRAFTED = 8  # the longest draft of a measurement, unless a longer one is asked for
@@ -68,7 +68,7 @@ class Place:
     def __init__(self, question: Question) -> None:
         import torch
 
-        from flashspec import loader
+        from flashspec import pretrained
 
         self.question = question
         name = question.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,8 +80,8 @@ class Place:
             raise OptionError(f"device is {name!r}; it must be cpu, cuda or cuda:N")
         self.device = device
         self.is_here = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-        self.dtype = loader.dtype_of(question.dtype, device)
-        self.can_halve = device.type != "cpu" or loader.cpu_has_bfloat16()
+        self.dtype = pretrained.dtype_of(question.dtype, device)
+        self.can_halve = device.type != "cpu" or pretrained.cpu_has_bfloat16()
         self.available = self._available()
 
     def _available(self) -> int:
@@ -126,11 +126,11 @@ class Place:
         return setup, assumed
 
     def _size(self, model: str, say: Say, assumed: list[str], *, is_draft: bool = False) -> ModelSize:
-        from flashspec import loader
+        from flashspec import pretrained
         from flashspec.backends import half
         from flashspec.weights import cache_folder
 
-        with loader.readable_errors(model):
+        with pretrained.readable_errors(model):
             config = _config(model, say, trust_remote_code=self.question.trust_remote_code)
             stored = _stored_dtype(model, config, assumed)
             dtype = stored if isinstance(self.dtype, str) else self.dtype
@@ -214,7 +214,8 @@ class Findings:
 
 def measured(question: Question, say: Say) -> Findings:
     """Load the models, time their forwards and, unless the acceptance is given, draft for some prompts."""
-    from flashspec.loader import cost_curve, load_model
+    from flashspec.loader import cost_curve
+    from flashspec.pretrained import load_model
 
     texts = _texts(question)
     make = partial(
@@ -267,11 +268,11 @@ def _drafted(
 ) -> tuple[Outlook, dict[str, Any]]:
     """Run drafts of a fixed length, one prompt after the other. Curves of the outlook are for the caller to set."""
     from flashspec.engine import LocalEngine
-    from flashspec.loader import DRAFTERS
+    from flashspec.loader import DRAFTERS, draft_model
     from flashspec.planner.speed import FLAT
 
     longest = max(DRAFTED, question.k or 0)
-    drafter = DRAFTERS[question.drafter].make(target, small)
+    drafter = DRAFTERS["ngram"].make(target, None) if small is None else draft_model(target, small)
     engine = LocalEngine(target.target, drafter, tokenizer=target.tokenizer, num_speculative_tokens=longest)
     params = SamplingParams(temperature=question.temperature, max_tokens=GENERATED)
     model_before = getattr(drafter, "forward_seconds", 0.0)

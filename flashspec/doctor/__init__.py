@@ -14,7 +14,7 @@ from flashspec.costs import CostCurve
 from flashspec.doctor import drafts, models, speed
 from flashspec.doctor.finding import Finding
 from flashspec.errors import FlashSpecError, PromptError
-from flashspec.loader import Loaded
+from flashspec.pretrained import Loaded
 from flashspec.text import as_conversation, encode
 from flashspec.weights import Progress
 

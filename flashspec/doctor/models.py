@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flashspec.core import Draft, Sequence, Target
 from flashspec.doctor.finding import Finding, judged
-from flashspec.loader import Loaded
+from flashspec.pretrained import Loaded
 from flashspec.text import Tokenizer, has_chat_template
 
 logger = logging.getLogger("flashspec")

@@ -21,15 +21,18 @@ logger = logging.getLogger("flashspec")
 
 
 @dataclass(slots=True)
-class _Shadow:
-    sequence: Sequence
-    num_committed: int = 0  # tokens known to be the real sequence's
+class Shadow:
+    """A sequence as the drafter knows it: the committed tokens, then this round's guesses."""
+
+    sequence: Sequence  # what the draft model is fed, in its own ids
+    view: Sequence  # the same in the served model's ids; one object where these are the same ids
+    num_committed: int = 0  # tokens of ``view`` known to be the real sequence's
     probs: list[Tensor] = field(default_factory=list)  # of this round's guesses, [vocab] each
     confidences: list[float] = field(default_factory=list)
 
 
 class ModelDrafter(Drafter):
-    """Chains from a draft model.
+    """Chains from a draft model. What a model of other ids does differently is in ``_room`` to ``_append``.
 
     Args:
         target: the draft model.
@@ -41,7 +44,7 @@ class ModelDrafter(Drafter):
     def __init__(self, target: Target, *, vocab_size: int) -> None:
         self.target = target
         self.vocab_size = vocab_size
-        self._shadows: dict[str, _Shadow] = {}
+        self._shadows: dict[str, Shadow] = {}
 
     @property
     def forward_seconds(self) -> float:
@@ -49,8 +52,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """Catch up with the committed tokens, then one batched forward for each draft position."""
-        room = [self.target.max_length - len(seq) for seq in seqs]  # a draft model may have fewer positions
-        lengths = [max(min(budget, space), 0) for budget, space in zip(budgets, room, strict=True)]
+        pairs = zip(seqs, budgets, strict=True)
+        lengths = [min(budget, self._room(seq)) if budget > 0 else 0 for seq, budget in pairs]
         shadows = {i: self._catch_up(seq) for i, seq in enumerate(seqs) if lengths[i] > 0}
         live = list(shadows)
         while live:
@@ -70,29 +73,54 @@ class ModelDrafter(Drafter):
         if shadow is not None:
             self.target.forget(shadow.sequence)
 
-    def _catch_up(self, seq: Sequence) -> _Shadow:
-        shadow = self._shadows.get(seq.id)
-        if shadow is None:
-            copy = Sequence(seq.id, [], seq.num_prompt_tokens, seq.sampling, seq.choice, eos_tokens=seq.eos_tokens)
-            copy.seed, copy.rng = seq.seed, seq.rng  # one stream of random numbers, each used once
-            shadow = self._shadows[seq.id] = _Shadow(copy)
-        mine, true = shadow.sequence.tokens, seq.tokens
-        common = shadow.num_committed
-        while common < min(len(mine), len(true)) and mine[common] == true[common]:
-            common += 1
-        self.target.rewind(shadow.sequence, min(common, len(true) - 1))
-        mine[common:] = true[common:]
-        shadow.num_committed = len(true)
+    def _catch_up(self, seq: Sequence) -> Shadow:
+        shadow = self._shadow(seq)
+        self._follow(shadow, seq)
+        shadow.num_committed = len(seq)
         shadow.probs.clear()
         shadow.confidences.clear()
         return shadow
 
-    def _guess(self, shadow: _Shadow, logits: Tensor) -> bool:
+    def _shadow(self, seq: Sequence) -> Shadow:
+        if seq.id not in self._shadows:
+            self._shadows[seq.id] = self._new_shadow(seq)
+        return self._shadows[seq.id]
+
+    def _room(self, seq: Sequence) -> int:
+        """How many guesses fit: a draft model may have fewer positions."""
+        return self.target.max_length - len(seq)
+
+    def _new_shadow(self, seq: Sequence) -> Shadow:
+        empty = empty_copy(seq)
+        return Shadow(empty, empty)
+
+    def _follow(self, shadow: Shadow, seq: Sequence) -> None:
+        """Turn the shadow into the committed tokens, without what was guessed beyond them."""
+        self._rewrite(shadow.sequence, shadow.num_committed, seq.tokens[shadow.num_committed :])
+
+    def _rewrite(self, seq: Sequence, start: int, tokens: list[int]) -> None:
+        """Let ``tokens`` follow the first ``start``; the draft model goes on from what they share with the old."""
+        mine, common, end = seq.tokens, start, start + len(tokens)
+        while common < min(len(mine), end) and mine[common] == tokens[common - start]:
+            common += 1
+        self.target.rewind(seq, min(common, end - 1))
+        mine[common:] = tokens[common - start :]
+
+    def _served(self, logits: Tensor) -> Tensor:
+        """The draft model's logits [1, its vocabulary] over the served vocabulary, [1, vocab_size]."""
+        return fitted(logits, self.vocab_size)
+
+    def _append(self, shadow: Shadow, token: int) -> None:
+        """Add a guess, a token of the served vocabulary."""
+        shadow.sequence.tokens.append(token)
+
+    def _guess(self, shadow: Shadow, logits: Tensor) -> bool:
         """Append one guess; False where the draft model has none: its trouble must not become the request's."""
-        seq = shadow.sequence
-        self.target.keep(seq, [])
+        seq = shadow.view
+        self.target.keep(shadow.sequence, [])
         try:
-            q = distribution(fitted(logits, self.vocab_size), seq, EMPTY)
+            logits = self._served(logits)
+            q = distribution(logits, seq, EMPTY)
         except ModelError as error:
             logger.warning("the draft model cannot guess here, so nothing is drafted: %s", error)
             return False
@@ -104,27 +132,34 @@ class ModelDrafter(Drafter):
             token = coupled_token(*q.row(0), seq, len(seq))
         else:
             token = self._sampled(shadow, q)
-        seq.tokens.append(token)
+        self._append(shadow, token)
         return True
 
-    def _sampled(self, shadow: _Shadow, q: Distribution) -> int:
-        token = draw(*q.row(0), shadow.sequence.rng.random())
+    def _sampled(self, shadow: Shadow, q: Distribution) -> int:
+        token = draw(*q.row(0), shadow.view.rng.random())
         shadow.probs.append(q.dense()[0])
         return token
 
-    def _goes_on(self, shadow: _Shadow, length: int) -> bool:
-        seq = shadow.sequence  # of the request's own id
+    def _goes_on(self, shadow: Shadow, length: int) -> bool:
+        seq = shadow.view  # of the request's own id
         # the last guess is in the draft whatever it is; that nothing can follow it is a fact of the prefix
         if len(seq) - shadow.num_committed >= length or seq.tokens[-1] in seq.eos_tokens:
             return False
         return self.rule is None or self.rule.worth(seq, [*shadow.confidences, None])
 
-    def _draft(self, shadow: _Shadow | None) -> Draft:
+    def _draft(self, shadow: Shadow | None) -> Draft:
         if shadow is None:
             return EMPTY
         probs = torch.stack(shadow.probs) if shadow.probs else None
-        tokens = shadow.sequence.tokens[shadow.num_committed :]
+        tokens = shadow.view.tokens[shadow.num_committed :]
         return Draft.chain(tokens, probs=probs, drafter=self.name, confidences=list(shadow.confidences) or None)
+
+
+def empty_copy(seq: Sequence) -> Sequence:
+    """The same request without its tokens."""
+    copy = Sequence(seq.id, [], seq.num_prompt_tokens, seq.sampling, seq.choice, eos_tokens=seq.eos_tokens)
+    copy.seed, copy.rng = seq.seed, seq.rng  # one stream of random numbers, each used once
+    return copy
 
 
 def _confidence(logits: Tensor, q: Distribution, seq: Sequence) -> float:

@@ -85,7 +85,7 @@ class NGramDrafter(Drafter):
             return Draft.chain(tokens, drafter=self.name)
         length = index.match_length()  # grows by one with each guess that holds
         confidences = [1 - 1 / (1 + length + i) for i in range(len(tokens))]
-        worth = next((i for i in range(len(tokens)) if not self.rule.worth(seq, confidences[: i + 1])), len(tokens))
+        worth = self.rule.length(seq, confidences)
         return Draft.chain(tokens[:worth], drafter=self.name, confidences=confidences[:worth])
 
 
