@@ -16,7 +16,13 @@ from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
 from flashspec.costs import CostCurve
 from flashspec.tree import prefix
 
+MARGIN = 1.25  # a guess is to bring so much more than its time would: rates and costs are estimates
 DECAY = 0.9  # of what a text has shown, for each step
+QUICK_SPEEDUP = 1.3  # of the quick drafter over plain decoding, before any text was seen
+RIVAL = 1.2  # such a speedup makes it likely that a draft model is not needed
+NEWEST = 0.5  # share of the newest text in what is expected of the next: work of one kind comes in a row
+COUNTED = 0.6  # of what a quick draft promises where the slow drafter could guess: what looks best disappoints
+KNOWN_AFTER = 5  # steps that say as much as earlier texts do
 SHARE = 0.5  # of the steps that have a draft, before any was seen
 
 
@@ -89,7 +95,7 @@ class QuickController:
             return len(confidences)
         best, most = 0, 0.0
         for n, expected in enumerate(self._gains(text, confidences), 1):
-            if (gain := expected - self._price(text, n)) > most:
+            if (gain := expected - MARGIN * self._price(text, n)) > most:
                 best, most = n, gain
         if best == 0:
             plain, price = self.costs.step(1, self._rows) / self._rows, self._price(text, 1) / text.rate
@@ -211,12 +217,14 @@ class HybridController:
         self._slow_budgets: dict[str, int] = {}  # of this step
         self._passed_over: dict[str, Draft] = {}  # quick drafts that gave way to slow ones
         self._others: dict[str, _Pace] = {}  # how a text would come without the slow drafter
+        self._quick_speedup = QUICK_SPEEDUP  # over plain decoding, of the last few texts
 
     def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
         """What the quick drafter may try. What is left to the slow one is decided when its guesses are there."""
         budgets = self.quick.budgets(seqs, limits, backlogs)
         for seq in seqs:
-            self.slow.compare(seq, self._others[seq.id].rate * len(seqs) if seq.id in self._others else 0.0)
+            others = self._others.setdefault(seq.id, self._typical())
+            self.slow.compare(seq, others.rate * len(seqs), has_rival=self._quick_speedup > RIVAL)
         slow = self.slow.budgets(seqs, limits, backlogs)
         self._slow_budgets = {seq.id: budget for seq, budget in zip(seqs, slow, strict=True)}
         return budgets
@@ -263,7 +271,7 @@ class HybridController:
             self.slow.observe(seq, 0, EMPTY, 0, sureness=sureness)
             self.quick.observe(seq, budget, draft, num_accepted)
             tokens, seconds = 1 + num_accepted, self.slow.costs.step(1 + len(draft))
-        self._others.setdefault(seq.id, _Pace()).observe(tokens, seconds)
+        self._others.setdefault(seq.id, self._typical()).observe(tokens, seconds)
 
     def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
         slow = [
@@ -276,11 +284,19 @@ class HybridController:
         self.quick.forget(seq)
         self.slow.forget(seq)
         self._slow_budgets.pop(seq.id, None)
-        self._others.pop(seq.id, None)
+        others = self._others.pop(seq.id, None)
+        if others is not None and seq.num_output_tokens > KNOWN_AFTER:
+            speedup = others.rate * self.slow.costs.step(1)
+            self._quick_speedup += NEWEST * (speedup - self._quick_speedup)
         self._passed_over.pop(seq.id, None)
+
+    def _typical(self) -> _Pace:
+        """What the last few texts make one expect of a new one, worth some steps of its own."""
+        return _Pace(KNOWN_AFTER * self._quick_speedup, KNOWN_AFTER * self.slow.costs.step(1))
 
     def _is_better(self, seq: Sequence, draft: Draft, slow_budget: int, *, rows: int) -> bool:
         """Whether a quick draft is worth more, though the slow drafter has to read what comes of it later."""
-        rate, quick = self.quick.rate(seq), self.quick.advantage(seq, draft)
-        later = rate * self.slow.costs.catching_up(1 + self.quick.expected(seq, draft))
-        return quick - later >= self.slow.advantage(seq, slow_budget, rate=rate, rows=rows)
+        rate, expected = self.quick.rate(seq), self.quick.expected(seq, draft)
+        later = rate * self.slow.costs.catching_up(1 + expected)
+        quick = self.quick.advantage(seq, draft) - (1 - COUNTED) * expected - later
+        return quick >= self.slow.advantage(seq, slow_budget, rate=rate, rows=rows)

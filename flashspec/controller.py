@@ -33,15 +33,16 @@ ALL_DECAY = 0.99  # of what all sequences have shown
 PRIOR_RATE = 0.7  # acceptance before anything was seen
 SURENESS = (0.4, 0.55, 0.7, 0.8, 0.9)  # borders of the classes of texts, by how sure the target is of its own tokens
 LOOK_EVERY = 8  # steps between two looks at things that change slowly, to keep a step's choice cheap
-LOOK_FIRST = 4  # tokens of a text to be seen before a draft model is made to read it, unless it is sure
+LOOK_FIRST = 5  # tokens of a text to be seen before a draft model is made to read it, unless it is sure
 SURE_CLASS = 3
 PRIOR_DRAFTS = 6.0  # what is known from elsewhere counts as much as so many drafts
+PRIOR_GUESSES = 20.0  # what a confidence says of itself counts as much as so many guesses of its class
 FADING = 0.9  # of what all have shown, for each request that drafted nothing: one day it is tried again
 PROBE_EVERY = 32  # steps without a draft before one is tried again
 PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
 MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
-READING_MARGIN = 3.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
+READING_MARGIN = 2.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
 READ_AT_ONCE = 1.0  # plain steps: less reading than that is done without weighing it
 FREE_READING = 4  # tokens that a drafter catches up with in any case
 LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
@@ -84,9 +85,9 @@ class Rates:
         return found
 
 
-def _shrunk(hit: float, tried: float, prior: float) -> float:
+def _shrunk(hit: float, tried: float, prior: float, *, weight: float = PRIOR_DRAFTS) -> float:
     """hit / tried, leaning on ``prior`` while little was tried."""
-    return (hit + PRIOR_DRAFTS * prior) / (tried + PRIOR_DRAFTS)
+    return (hit + weight * prior) / (tried + weight)
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class Calibration:
         """That a guess is accepted, given that those before it were."""
         if confidence is None:
             return own.reached.rate(self._total.rate(PRIOR_RATE))
-        rate = self._level(confidence).rate(confidence)
+        rate = self._rate(confidence)
         return min(rate * _shrunk(own.reached.hit, own.expected, 1.0), 1.0)
 
     def chances(self, own: OwnGuesses, confidences: Seq[float | None]) -> list[float]:
@@ -135,7 +136,7 @@ class Calibration:
         confidences = draft.confidences or [0.0] * len(draft)
         for i, confidence in enumerate(confidences[: num_accepted + 1]):
             level = self._level(confidence)
-            own.expected = OWN_DECAY * own.expected + level.rate(confidence)
+            own.expected = OWN_DECAY * own.expected + self._rate(confidence)
             for each, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (own.reached, OWN_DECAY)):
                 each.observe(i < num_accepted, decay)
 
@@ -152,6 +153,10 @@ class Calibration:
             return False
         level.num_refused = 0
         return True
+
+    def _rate(self, confidence: float) -> float:
+        level = self._level(confidence)
+        return _shrunk(level.hit, level.tried, confidence, weight=PRIOR_GUESSES)
 
     def _level(self, confidence: float) -> _Level:
         return self._levels[bisect_right(LEVELS, confidence)]
@@ -175,6 +180,7 @@ class _State:
     goal: tuple[float, int, float] = (0.0, 1, 1.0)  # tokens a second to beat, rows of the batch, rows likely to draft
     outlook: _Outlook | None = None  # of the step that is being decided
     reading: float = 0.0  # seconds, before a draft can be made in it
+    has_rival: bool = False  # another drafter, of which the text's first tokens are likely to show that it is better
     other_rate: float = 0.0  # tokens a second of the batch that come without this drafter, where more than plain ones
 
 
@@ -304,9 +310,14 @@ class Controller:
 
     # beside another drafter
 
-    def compare(self, seq: Sequence, rate: float) -> None:
-        """Tokens a second of the batch that come without this drafter: reading a text has to pay beside that."""
-        self._states.setdefault(seq.id, _State()).other_rate = rate
+    def compare(self, seq: Sequence, rate: float, *, has_rival: bool) -> None:
+        """Tokens a second of the batch that come without this drafter: reading a text has to pay beside that.
+
+        Args:
+            has_rival: texts like this one may not need it at all, which their first tokens will show.
+        """
+        state = self._states.setdefault(seq.id, _State())
+        state.other_rate, state.has_rival = rate, has_rival
 
     def advantage(self, seq: Sequence, k: int, *, rate: float, rows: int) -> float:
         """Tokens that a draft of up to k is expected to bring, less what its seconds would bring at ``rate``."""
@@ -410,7 +421,7 @@ class Controller:
         state.reason = "guesses hold too rarely for what they cost"
         if state.reading > READ_AT_ONCE * self.costs.step(1, rows):
             is_early = seq.num_output_tokens < LOOK_FIRST < seq.sampling.max_tokens / 4
-            if is_early and kind < SURE_CLASS:
+            if is_early and (kind < SURE_CLASS or state.has_rival):
                 state.reason = "the text has only begun"
                 return NOTHING
             self._weigh_reading(seq, state, outlook, rows)
@@ -426,8 +437,10 @@ class Controller:
         state.asked_at = seq.num_output_tokens
         _, chosen, rate = self._best([outlook] + [NOTHING] * (rows - 1))
         left = min(seq.sampling.max_tokens, self._typical_output) - seq.num_output_tokens
-        otherwise = rows / max(state.other_rate, rows / self.costs.step(1, rows))
-        saved = max(left, TYPICAL_OUTPUT / 8) * (otherwise - rows / rate)
+        plain = rows / self.costs.step(1, rows)
+        rival = max(state.other_rate / plain, 1.0)
+        # beside a rival it drafts in some of the steps: together they bring more than the better, less than the product
+        saved = max(left, TYPICAL_OUTPUT / 8) * (rows / (plain * rival) - rows / (rate * math.sqrt(rival)))
         if saved > READING_MARGIN * state.reading:
             state.refusal = None
         elif chosen:

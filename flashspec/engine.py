@@ -171,7 +171,8 @@ class LocalEngine:
         if name in self._requests:
             raise OptionError(f"request id {name!r} is already running; choose another")
         eos = frozenset() if sampling.ignore_eos else self.target.eos_tokens
-        seq = Sequence(name, ids, len(ids), sampling, choice, eos_tokens=eos, prompt=prompt)
+        given = getattr(prompt, "prompt", prompt)  # of Encoded ids
+        seq = Sequence(name, ids, len(ids), sampling, choice, eos_tokens=eos, prompt=given)
         timings = Timings(arrival=time.perf_counter())
         self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings)
         self.scheduler.add(seq)

@@ -106,7 +106,8 @@ def load(
             takes seconds the first time) and running acceptance; a number is the longest draft.
         backend: ``"torch"``, or ``"llamacpp"`` for a ``.gguf``; ``"auto"`` is torch.
         draft_backend: likewise; ``"auto"`` runs a ``.gguf`` with llama.cpp where that is installed.
-        draft_dtype: a draft model's own dtype, ``"int8"`` or ``"int4"`` on a CPU too.
+        draft_dtype: a draft model's own dtype, ``"int8"`` or ``"int4"`` on a CPU too; None for int8 on a CPU, else as
+            ``dtype``.
         draft_vocab: a draft model guesses so many of the most frequent tokens only.
         threads: of llama.cpp; None for torch's number.
         gpu_layers: layers that llama.cpp keeps on a GPU, -1 for all.

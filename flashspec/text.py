@@ -6,6 +6,7 @@ beginning of a stop string that may still be completed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from flashspec.core import Prompt
@@ -13,6 +14,14 @@ from flashspec.errors import PromptError
 
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose methods are not typed
 REPLACEMENT = "\ufffd"  # what a decoder puts in place of an incomplete character
+
+
+class Encoded(list[int]):
+    """Token ids that remember the text or messages they came from: a drafter may want to read those its own way."""
+
+    def __init__(self, ids: Iterable[int], prompt: Prompt) -> None:
+        super().__init__(ids)
+        self.prompt = prompt
 
 
 def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, vocab_size: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from flashspec.core import Prompt
 from flashspec.errors import PromptError
 from flashspec.pretrained import Loaded
-from flashspec.text import encode
+from flashspec.text import Encoded, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,12 @@ def tasks_of(texts: dict[Path, list[dict[str, Any]]], loaded: Loaded, *, max_tok
 
 
 def _encoded(path: Path, rows: list[dict[str, Any]], loaded: Loaded, max_tokens: int) -> list[tuple[str, list[int]]]:
-    prompts = []
+    prompts: list[tuple[str, list[int]]] = []
     for number, row in enumerate(rows):
         name = str(row.get("id", number))
         try:
-            ids = encode(loaded.tokenizer, prompt_of(row), vocab_size=loaded.target.vocab_size)
+            prompt = prompt_of(row)
+            ids = Encoded(encode(loaded.tokenizer, prompt, vocab_size=loaded.target.vocab_size), prompt)
         except PromptError as error:
             raise PromptError(f"{path}, prompt {name}: {error}") from error
         if len(ids) + max_tokens > loaded.target.max_length:

@@ -22,6 +22,7 @@ MOST_CANDIDATES = 4  # match lengths that are tried in each text
 MOST_BRANCHES = 8  # children of one node of a tree
 MIN_CHANCE = 0.1  # that all guesses up to here are accepted; a guess less likely is not drafted
 DOUBT = 0.5  # occurrences of something else, imagined beside those seen; a longer match leaves less of it
+SINGLE = 0.7  # of the confidence, where only one token agrees: that says less than the rest of the formula has it
 MARGIN = 0.05  # a gain not worth the search
 MANY = 1_000_000
 
@@ -31,11 +32,13 @@ Cursor = tuple[int, int]  # state of a matched string, and the string's length i
 def confidence(match_length: int, count: int, total: int) -> float:
     """The chance that what followed the last ``match_length`` tokens ``count`` times out of ``total`` follows again.
 
-    Few occurrences and a short match mean little, so both are shrunk. It must not fall as ``match_length`` grows, nor
+    Few occurrences and a short match mean little, so both are shrunk; near to what a 1.5B model did on seven tasks
+    (docs/log.md). A controller learns the rest while running. It must not fall as ``match_length`` grows, nor
     as both counts do: ``most`` relies on that. In a long loop, where counts are lower bounds, count may exceed total.
     """
     seen = total if total > count else count
-    return count / (seen + DOUBT / match_length) * match_length / (match_length + 1)
+    sure = count / (seen + DOUBT / match_length) * match_length / (match_length + 1)
+    return sure if match_length > 1 else SINGLE * sure
 
 
 @lru_cache(maxsize=4096)
