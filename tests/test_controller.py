@@ -13,6 +13,7 @@ import pytest
 from conftest import ToyTarget, chi_square, dense_p, plain_loop, sequence
 from test_verify import WORLDS, Context, World, chain, check
 
+from flashspec.choice import QuickController
 from flashspec.controller import MAX_TOKENS, PROBE_EVERY, PROBE_SHARE, Controller, Rates, StepCosts
 from flashspec.core import Draft, SamplingParams, Sequence
 from flashspec.costs import CostCurve
@@ -414,7 +415,8 @@ def frozen_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def controlled(target: ToyTarget, drafter: object, *, seed: int = 0) -> LocalEngine:
-    controller = Controller(CostCurve(((1, 1.0), (17, 2.6))), CostCurve(((1, 0.1), (64, 1.0))))
+    make = QuickController if isinstance(drafter, NGramDrafter) else Controller
+    controller = make(CostCurve(((1, 1.0), (17, 2.6))), CostCurve(((1, 0.1), (64, 1.0))))
     return LocalEngine(target, drafter, num_speculative_tokens=controller)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ import transformers as tf
 from conftest import Ran, ToyTarget
 from test_hf import build
 
-from flashspec import cache, loader
+from flashspec import cache, loader, pretrained
 from flashspec.backends import hf
 from flashspec.backends.hf import HFTarget
 from flashspec.core import Draft, Drafter, SamplingParams, Sequence, SpecStats
@@ -602,7 +602,7 @@ def test_no_memory_for_the_weights_is_a_finding(doctor: Doctor, monkeypatch: pyt
     def broken(*words: Any, **options: Any) -> None:
         raise MemoryLimitError("target needs 9 GiB, and 1 GiB are free; use a smaller model")
 
-    monkeypatch.setattr(loader, "load_model", broken)
+    monkeypatch.setattr(pretrained, "load_model", broken)
     code, out, _ = doctor("--model", "target", "--json")
     assert code == 1
     assert json.loads(out)["findings"] == [

@@ -28,7 +28,7 @@ def test_vocabularies_must_mean_the_same() -> None:
     loader.check_vocabularies(named("big", a=0, b=1), named("small", b=1, a=0))
     with pytest.raises(VocabularyError, match=r"small has another vocabulary than big: 2 and 2 .* id 0"):
         loader.check_vocabularies(named("big", a=0, b=1), named("small", a=1, b=0))
-    with pytest.raises(VocabularyError, match=r"2 and 3 tokens, .* id 2 \('c'\); use a draft"):
+    with pytest.raises(VocabularyError, match=r"2 and 3 tokens, .* id 2 \('c'\); use --drafter"):
         loader.check_vocabularies(named("big", a=0, b=1), named("small", a=0, b=1, c=2))
 
 

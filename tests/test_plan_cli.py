@@ -131,7 +131,7 @@ def test_context_batch_and_output_change_the_memory(run: Run) -> None:
 
 def test_measured_with_a_draft_model(run: Run) -> None:
     words = ("--model", "target", "--draft", "target", "--json")
-    answer = run(*words).answer
+    answer = run(*words, "--dtype", "float32").answer
     assert answer["is_measured"]
     assert answer["measured_acceptance"]["acceptance_rate"] == 1  # it drafts for itself
     assert [row["num_speculative_tokens"] for row in answer["table"]] == [1, 2, 3, 4, 5, 6, 8]

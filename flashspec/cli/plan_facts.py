@@ -128,14 +128,17 @@ class Place:
     def _size(self, model: str, say: Say, assumed: list[str], *, is_draft: bool = False) -> ModelSize:
         from flashspec import pretrained
         from flashspec.backends import half
-        from flashspec.weights import cache_folder
+        from flashspec.weights import cache_folder, gguf_file
 
         with pretrained.readable_errors(model):
             config = _config(model, say, trust_remote_code=self.question.trust_remote_code)
             stored = _stored_dtype(model, config, assumed)
             dtype = stored if isinstance(self.dtype, str) else self.dtype
             packs = self.device.type == "cpu" and dtype.itemsize == 4 and self.question.pack
-            halves = packs and str(stored) == "torch.bfloat16"
+            is_int8 = is_draft and packs and self.question.dtype is None and pretrained.has_int8()
+            halves = packs and str(stored) == "torch.bfloat16" and not is_int8
+            if is_int8:
+                assumed.append(f"{model} is a draft model: on a CPU its linear layers are rounded to int8 once loaded.")
             if halves and half.compiled(cache_folder() / "kernels") is None:
                 halves = False
             if halves:
@@ -145,10 +148,15 @@ class Place:
                 )
             if getattr(config, "quantization_config", None):
                 assumed.append(f"{model} is quantized; its weights are counted as if they were {dtype}.")
-            return model_size(
-                config, dtype=dtype, packs=packs, halves=halves, is_draft=is_draft,
+            size = model_size(
+                config, dtype=dtype, packs=packs, halves=halves, is_draft=is_draft, is_int8=is_int8,
                 trust_remote_code=self.question.trust_remote_code,
             )  # fmt: skip
+            if pretrained.backend_of(model, "auto", is_draft=is_draft, device=self.device) == "torch":
+                return size
+            assumed.append(f"{model} is run by llama.cpp as it is in the file, with keys and values in float16.")
+            stored_bytes = gguf_file(model).stat().st_size
+            return dataclasses.replace(size, weights=stored_bytes, loading=stored_bytes, scratch=0, itemsize=2)
 
     def obstacle(self, memory: MemoryPlan) -> str | None:
         """Why nothing can be measured or, unless it was asked for, should be."""

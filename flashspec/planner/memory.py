@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+GROUP = 32  # weights of an int8 layer that share a scale
 SHORTEST = 256  # tokens of a context that are worth having
 
 
@@ -51,6 +52,7 @@ def model_size(
     packs: bool = False,
     halves: bool = False,
     is_draft: bool = False,
+    is_int8: bool = False,
     trust_remote_code: bool = False,
 ) -> ModelSize:
     """Counted on a model of this Transformers config whose tensors have shapes and no data.
@@ -60,6 +62,7 @@ def model_size(
         packs: the loader will replace linear layers (``backends.hf.pack_linears``; CPU, float32).
         halves: the checkpoint is bfloat16 and there is a kernel, so that they are stored in bfloat16.
         is_draft: they are not packed for oneDNN.
+        is_int8: a draft model's are stored in int8 (``backends.quantised``).
 
     Raises:
         UnsupportedModelError: layers that cannot be rolled back.
@@ -72,13 +75,13 @@ def model_size(
     windows, text = hf.layer_windows(config), config.get_text_config(decoder=True)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    replaced = _replaced(network, halves=halves, is_draft=is_draft) if packs else set()
+    replaced = _replaced(network, all_linears=halves or is_int8, is_draft=is_draft) if packs else set()
     loaded = {id(tensor): tensor.nbytes for module in network.modules() for tensor in _own(module)}  # tied ones once
     kept = {id(tensor) for module in network.modules() for tensor in _own(module, is_replaced=module in replaced)}
     return ModelSize(
-        weights=sum(loaded[tensor] for tensor in kept) + sum(m.weight.numel() for m in replaced) * (2 if halves else 4),
+        weights=sum(loaded[tensor] for tensor in kept) + sum(_stored(m, halves, is_int8) for m in replaced),
         loading=sum(loaded.values()),
-        scratch=_scratch(replaced) if halves else 0,
+        scratch=_scratch(replaced) if halves or is_int8 else 0,
         itemsize=dtype.itemsize,
         numbers=sum(parameter.numel() for parameter in network.parameters()),
         mask_bytes=1 + len(set(windows)) * dtype.itemsize,  # what is visible, and a mask for each kind of layer
@@ -90,7 +93,16 @@ def model_size(
     )
 
 
-def _replaced(network: Any, *, halves: bool, is_draft: bool) -> set[Any]:
+def _stored(linear: Any, halves: bool, is_int8: bool) -> int:
+    """Bytes of a linear layer's weight once it is replaced."""
+    if not is_int8:
+        return int(linear.weight.numel()) * (2 if halves else 4)
+    width = int(getattr(linear, "in_features", linear.weight.shape[0]))
+    groups = 2 * -(-width // (2 * GROUP))
+    return int(linear.weight.numel()) // width * groups * (GROUP + 2)  # a code each, a scale in two bytes
+
+
+def _replaced(network: Any, *, all_linears: bool, is_draft: bool) -> set[Any]:
     """The modules that ``pack_linears`` will replace. What is tied to one of them stays, beside its new weight."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -98,8 +110,8 @@ def _replaced(network: Any, *, halves: bool, is_draft: bool) -> set[Any]:
     from flashspec.backends.hf import PACK_BYTES
 
     linears = {module for module in network.modules() if type(module) in (nn.Linear, Conv1D)}
-    if halves or is_draft:
-        return linears if halves else set()
+    if all_linears or is_draft:
+        return linears if all_linears else set()
     return {module for module in linears if module.weight.nbytes >= PACK_BYTES}
 
 
