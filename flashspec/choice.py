@@ -157,13 +157,13 @@ class QuickController:
         self._calibration.observe(text.guesses, draft, num_accepted)
         self.pace(seq, 1 + num_accepted, self.costs.step(1 + len(draft)))
 
-    def observe_unused(self, seq: Sequence, draft: Draft, count: int) -> None:
-        """What would have become of a draft that was not scored: the last ``count`` tokens of the sequence tell.
+    def observe_unused(self, seq: Sequence, draft: Draft, *, since: int) -> None:
+        """What would have become of a draft that was not scored: what the sequence has from ``since`` on tells.
 
         Learning from used drafts only would be learning from those that looked best, which disappoint.
         """
-        came = seq.tokens[len(seq) - count :]
-        known = prefix(draft, count)
+        came = seq.tokens[since:]
+        known = prefix(draft, len(came))
         held = next((i for i, token in enumerate(known.tokens) if token != came[i]), len(known))
         self._calibration.observe(self._texts.setdefault(seq.id, _Text()).guesses, known, held)
 
@@ -215,6 +215,7 @@ class HybridController:
         self.max_tokens = max_tokens
         self.quick_name = quick_name
         self._slow_budgets: dict[str, int] = {}  # of this step
+        self._lengths: dict[str, int] = {}  # of the sequences, when this step began
         self._passed_over: dict[str, Draft] = {}  # quick drafts that gave way to slow ones
         self._others: dict[str, _Pace] = {}  # how a text would come without the slow drafter
         self._quick_speedup = QUICK_SPEEDUP  # over plain decoding, of the last few texts
@@ -227,6 +228,7 @@ class HybridController:
             self.slow.compare(seq, others.rate * len(seqs), has_rival=self._quick_speedup > RIVAL)
         slow = self.slow.budgets(seqs, limits, backlogs)
         self._slow_budgets = {seq.id: budget for seq, budget in zip(seqs, slow, strict=True)}
+        self._lengths = {seq.id: len(seq) for seq in seqs}
         return budgets
 
     def slow_budgets(self, seqs: Seq[Sequence], drafts: Seq[Draft], limits: Seq[int]) -> list[int]:
@@ -265,7 +267,7 @@ class HybridController:
             self.slow.observe(seq, slow, draft, num_accepted, sureness=sureness)
             seconds = self.slow.costs.step(1 + len(draft)) + self.slow.costs.draft(len(draft))
             self.quick.pace(seq, 1 + num_accepted, seconds)
-            self.quick.observe_unused(seq, self._passed_over.get(seq.id, EMPTY), 1 + num_accepted)
+            self.quick.observe_unused(seq, self._passed_over.get(seq.id, EMPTY), since=self._lengths[seq.id])
             tokens, seconds = 1, self.slow.costs.step(1)  # plain decoding, had it not been asked
         else:
             self.slow.observe(seq, 0, EMPTY, 0, sureness=sureness)
@@ -277,18 +279,19 @@ class HybridController:
         slow = [
             0 if draft.drafter == self.quick_name else budget for draft, budget in zip(drafts, budgets, strict=True)
         ]
-        self.slow.observe_times(drafts, slow, backlogs, times)
+        drafted = max((len(draft) for draft, budget in zip(drafts, slow, strict=True) if budget), default=0)
+        self.slow.observe_times(drafts, slow, backlogs, times, drafted=drafted)
         self.quick.observe_times(drafts, budgets, backlogs, times)
 
     def forget(self, seq: Sequence) -> None:
         self.quick.forget(seq)
         self.slow.forget(seq)
-        self._slow_budgets.pop(seq.id, None)
+        for held in (self._slow_budgets, self._lengths, self._passed_over):
+            held.pop(seq.id, None)
         others = self._others.pop(seq.id, None)
         if others is not None and seq.num_output_tokens > KNOWN_AFTER:
             speedup = others.rate * self.slow.costs.step(1)
             self._quick_speedup += NEWEST * (speedup - self._quick_speedup)
-        self._passed_over.pop(seq.id, None)
 
     def _typical(self) -> _Pace:
         """What the last few texts make one expect of a new one, worth some steps of its own."""

@@ -170,6 +170,7 @@ class _State:
     drafted: Rates = field(default_factory=lambda: Rates(OWN_DECAY))  # how far drafts go
     guesses: OwnGuesses = field(default_factory=OwnGuesses)
     num_idle: int = 0  # steps since the last draft
+    idle_before: int = 0  # likewise, when the step was decided
     wait: int = PROBE_EVERY
     is_probing: bool = False
     reason: str = ""
@@ -282,6 +283,7 @@ class Controller:
                 budget = self._probe(state, limit, backlog, rows)
             # if this row drafts, the others that do share the cost of the width; those without a guess do not
             state.goal = (rate, rows, 1 + drafting - (outlooks[i].reach(1) if i in chosen else 0.0))
+            state.idle_before = state.num_idle
             state.num_idle = 0 if budget else state.num_idle + (limit > 0)
             budgets.append(budget)
         return budgets
@@ -324,13 +326,16 @@ class Controller:
         state = self._states[seq.id]
         outlook = state.outlook or NOTHING
         steps = [self.costs.step(width + 1, rows) for width in range(k + 1)]
-        return outlook.gain(k) - rate * (self._seconds(k, [outlook], steps) + state.reading - steps[0])
+        wider = self._seconds(k, [outlook], steps) - steps[0]
+        return outlook.gain(k) - rate * (
+            wider / max(state.goal[2], 1.0) + state.reading
+        )  # rows that draft share a width
 
     def withdraw(self, seq: Sequence) -> None:
         """The draft that ``budgets`` allowed is not made: another drafter had a better one."""
         state = self._states[seq.id]
         if state.is_probing:
-            state.is_probing, state.num_idle = False, state.wait
+            state.is_probing, state.num_idle = False, state.idle_before + 1  # what it has earned stays
 
     def reason(self, seq: Sequence) -> str:
         """Why the sequence's last budget was 0."""
@@ -386,12 +391,25 @@ class Controller:
             state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
         self._calibration.observe(state.guesses, draft, num_accepted)
 
-    def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
-        """What a decode step took; one that read a prompt says nothing of the others."""
-        width, asked = 1 + max(map(len, drafts)), sum(budget > 0 for budget in budgets)
-        self.costs.observe(width, len(drafts), forward=times.forward, settling=times.settling)
-        if width > 1 and asked and max(backlogs) <= FREE_READING:
-            self.costs.observe_draft(width - 1, asked, times.drafting)
+    def observe_times(
+        self,
+        drafts: Seq[Draft],
+        budgets: Seq[int],
+        backlogs: Seq[int],
+        times: Times,
+        *,
+        drafted: int | None = None,
+    ) -> None:
+        """What a decode step took; one that read a prompt says nothing of the others.
+
+        Args:
+            drafted: the longest draft that the drafting time went into, where not all drafts were this drafter's.
+        """
+        longest, asked = max(map(len, drafts)), sum(budget > 0 for budget in budgets)
+        self.costs.observe(1 + longest, len(drafts), forward=times.forward, settling=times.settling)
+        drafted = longest if drafted is None else drafted
+        if drafted and asked and max(backlogs) <= FREE_READING:
+            self.costs.observe_draft(drafted, asked, times.drafting)
 
     def forget(self, seq: Sequence) -> None:
         """Drop what is known of a finished sequence; what it taught about all of them stays."""

@@ -13,10 +13,11 @@ import pytest
 
 import flashspec
 from flashspec import cli
+from flashspec.weights import default_model
 
 ROOT = Path(flashspec.__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]
-SHOWING_COMMANDS = ["README.md", "docs/measuring.md"]
+SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md"]
 REPLACED = {"--model", "--draft"}  # models that tests do not have: the default one stands in
 
 
@@ -36,7 +37,7 @@ def table(readme: str) -> list[list[str]]:
     return [row for row in cells if any(re.search(r"\d", cell) for cell in row)]
 
 
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", [*READMES, "docs/drafters.md"])
 def test_python_blocks_run(readme: str, smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(readme, "python"):
         exec(compile(block, readme, "exec"), {})
@@ -50,7 +51,8 @@ def test_commands_run(
     """With the default model in place of named ones, and short answers."""
     words = shlex.split(command)
     for flag in REPLACED & set(words):
-        words[words.index(flag) + 1] = str(smollm2_path)
+        is_gguf = words[words.index(flag) + 1].endswith(".gguf")
+        words[words.index(flag) + 1] = str(default_model() if is_gguf else smollm2_path)
     for flag, value in (("--max-tokens", "6"), ("--limit", "1")):
         if flag in words:
             words[words.index(flag) + 1] = value

@@ -21,6 +21,7 @@ from flashspec.pretrained import Loaded
 # two logits closer than this, in standard deviations of all logits, are a tie in that precision
 TIES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 QUANTISED_TIE = 0.2  # of llama.cpp, which rounds activations to 8 bits, not the same way for every number of tokens
+PREDICTABLE = (PLAIN, "ngram", "suffix", "model")  # of which each draft token costs nothing, or one forward
 Key = tuple[int, int]  # which prompt, which repetition
 
 
@@ -142,7 +143,7 @@ def _predicted(task: Task, method: Method, condition: Condition, mine: dict[Key,
     Median over the prompts, as for the measured one. None where rows share a forward: its width is the longest
     draft's.
     """
-    if condition.batch > 1 or (method.draft is None and method.drafter not in ("ngram", PLAIN)):
+    if condition.batch > 1 or method.drafter not in PREDICTABLE:
         return None
     cost, drafting = curves[None], curves[method.draft] if method.draft else None
     return _middle([
