@@ -19,10 +19,11 @@ from flashspec.tree import prefix
 MARGIN = 1.25  # a guess is to bring so much more than its time would: rates and costs are estimates
 DECAY = 0.9  # of what a text has shown, for each step
 QUICK_SPEEDUP = 1.3  # of the quick drafter over plain decoding, before any text was seen
-RIVAL = 1.2  # such a speedup makes it likely that a draft model is not needed
-NEWEST = 0.5  # share of the newest text in what is expected of the next: work of one kind comes in a row
+MOST_SPEEDUP = 2.0  # that is remembered, so that another kind of text is soon seen as such
+RIVAL = 1.3  # such a speedup makes it likely that a draft model is not needed
+NEWEST = 0.8  # share of the newest text in what is expected of the next: work of one kind comes in a row
 COUNTED = 0.6  # of what a quick draft promises where the slow drafter could guess: what looks best disappoints
-KNOWN_AFTER = 5  # steps that say as much as earlier texts do
+KNOWN_AFTER = 3  # steps that say as much as earlier texts do
 SHARE = 0.5  # of the steps that have a draft, before any was seen
 
 
@@ -290,7 +291,7 @@ class HybridController:
             held.pop(seq.id, None)
         others = self._others.pop(seq.id, None)
         if others is not None and seq.num_output_tokens > KNOWN_AFTER:
-            speedup = others.rate * self.slow.costs.step(1)
+            speedup = min(others.rate * self.slow.costs.step(1), MOST_SPEEDUP)
             self._quick_speedup += NEWEST * (speedup - self._quick_speedup)
 
     def _typical(self) -> _Pace:

@@ -43,6 +43,7 @@ PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
 MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
 READING_MARGIN = 2.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
+SHAPE_PRIOR = 3  # forwards of a shape that say as much as all the others
 READ_AT_ONCE = 1.0  # plain steps: less reading than that is done without weighing it
 FREE_READING = 4  # tokens that a drafter catches up with in any case
 LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
@@ -208,11 +209,17 @@ class StepCosts:
         self.sampling = 0.0  # for each scored position
         self.extra = 0.0  # for each draft token, beyond the draft model's forward
         self._ratios: deque[float] = deque(maxlen=9)
+        self._by_shape: dict[tuple[int, int], deque[float]] = {}  # likewise, of each width and number of rows
         self._num_steps = self._num_drafts = 0
 
     def step(self, width: int, rows: int = 1) -> float:
         """Scoring and settling ``rows`` rows of ``width`` positions."""
-        return self.target(width, rows) * self.scale + self.sampling * width * rows
+        return self.target(width, rows) * self._scale(width, rows) + self.sampling * width * rows
+
+    def _scale(self, width: int, rows: int) -> float:
+        """What this shape has taken over what was measured, leaning on what all have: a few timings can be off."""
+        seen = self._by_shape.get((width, rows), ())
+        return (SHAPE_PRIOR * self.scale + sum(seen)) / (SHAPE_PRIOR + len(seen))
 
     def draft(self, k: int, rows: int = 1) -> float:
         """Drafting k tokens for each of some rows."""
@@ -230,8 +237,11 @@ class StepCosts:
         return (self.draft_model(tokens) - self.draft_model(1)) * self.scale
 
     def observe(self, width: int, rows: int, *, forward: float, settling: float) -> None:
-        self._ratios.append(forward / self.target(width, rows))
+        ratio = forward / self.target(width, rows)
+        self._ratios.append(ratio)
         self.scale = statistics.median(self._ratios)
+        # a step that something else has disturbed tells nothing of its shape
+        self._by_shape.setdefault((width, rows), deque(maxlen=9)).append(min(ratio, 1.5 * self.scale))
         self._num_steps += 1
         self.sampling += max(0.1, 1 / self._num_steps) * (settling / (width * rows) - self.sampling)
 
