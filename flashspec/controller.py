@@ -43,7 +43,7 @@ PROBE_SHARE = 0.02  # of the time, at most, for such trials
 TYPICAL_OUTPUT = 128  # tokens, until requests have ended and shown better
 MARGIN = 1.05  # what a draft costs has to come in again with so much on top: costs are measured, not known
 READING_MARGIN = 2.0  # what reading a text is to save, over its price: outputs end early, and guesses disappoint
-SHAPE_PRIOR = 3  # forwards of a shape that say as much as all the others
+SHAPE_PRIOR = 2.0  # forwards of a size that say as much as the median of all
 READ_AT_ONCE = 1.0  # plain steps: less reading than that is done without weighing it
 FREE_READING = 4  # tokens that a drafter catches up with in any case
 LEVELS = (0.3, 0.5, 0.7, 0.78, 0.84, 0.88, 0.92, 0.96, 0.99)  # borders of the classes of confidence
@@ -217,9 +217,12 @@ class StepCosts:
         return self.target(width, rows) * self._scale(width, rows) + self.sampling * width * rows
 
     def _scale(self, width: int, rows: int) -> float:
-        """What this shape has taken over what was measured, leaning on what all have: a few timings can be off."""
-        seen = self._by_shape.get((width, rows), ())
-        return (SHAPE_PRIOR * self.scale + sum(seen)) / (SHAPE_PRIOR + len(seen))
+        """What such a forward takes over what was measured: of all forwards seen, those of about this size most."""
+        weight, total = SHAPE_PRIOR, SHAPE_PRIOR * self.scale
+        for (other, others), seen in self._by_shape.items():
+            near = len(seen) / (1 + (4 * math.log2(width * rows / (other * others))) ** 2)
+            weight, total = weight + near, total + near * statistics.fmean(seen)
+        return total / weight
 
     def draft(self, k: int, rows: int = 1) -> float:
         """Drafting k tokens for each of some rows."""

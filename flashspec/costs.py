@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence as Seq
@@ -25,7 +26,7 @@ logger = logging.getLogger("flashspec")
 
 SCHEMA = 2  # of the files; one of another schema is foreign
 CONTEXT = 128  # tokens before the ones that are timed; up to 1500 the ratios move by a few percent (docs/log.md)
-REPEATS = 4
+REPEATS = 5
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 17)  # of a target: its own token and up to 16 draft tokens
 BATCHED_WIDTHS = (*WIDTHS, 32, 64)  # many rows are many tokens
 DRAFT_WIDTHS = (1, 2, 4, 16, 64, 192)  # of a draft model: one token at a time, and what it has to read before it can
@@ -62,7 +63,7 @@ def _line(points: Seq[tuple[int, float]], x: float) -> float:
 
 
 def measure(target: Target, *, max_rows: int = 1, widths: Seq[int] = WIDTHS, repeats: int = REPEATS) -> CostCurve:
-    """Time a target's forwards: the best of some, interleaved, after a warm-up; what disturbs a forward only adds.
+    """Time a target's forwards: medians, interleaved, after a warm-up.
 
     Args:
         max_rows: the largest batch; rows of one token are timed at 1, 2, 4, ... up to it.
@@ -80,7 +81,7 @@ def measure(target: Target, *, max_rows: int = 1, widths: Seq[int] = WIDTHS, rep
 
 
 def _time(target: Target, shapes: list[tuple[int, int]], context: int, repeats: int) -> dict[tuple[int, int], float]:
-    """Least seconds of each (rows, tokens)."""
+    """Median seconds of each (rows, tokens)."""
     if not shapes:
         return {}
     rng = random.Random(0)
@@ -106,7 +107,7 @@ def _time(target: Target, shapes: list[tuple[int, int]], context: int, repeats: 
     finally:
         for seq in seqs:
             target.forget(seq)
-    return {shape: min(times) for shape, times in seen.items()}
+    return {shape: statistics.median(times) for shape, times in seen.items()}
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
