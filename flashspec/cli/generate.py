@@ -296,7 +296,10 @@ def _load(model: str | None, **options: Any) -> LocalEngine:
     with progress() as say:
         from flashspec.loader import load
 
-        return load(model, progress=say, max_batch=1, **options)
+        engine = load(model, progress=say, max_batch=1, **options)
+    if screen.is_terminal and options["drafter"] in (None, AUTO):
+        screen.print(engine.why, style="dim", markup=False, soft_wrap=True)
+    return engine
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -47,7 +47,8 @@ class TranslatedDrafter(ModelDrafter):
         served_tokenizer: the served model's.
         vocab_size: the served model's.
         eos_tokens: the served model's; the draft's end of sequence stands for it.
-        method: ``auto`` is ``tokens`` unless the vocabularies have little in common.
+        method: ``auto`` is ``tokens`` for requests that sample, unless the vocabularies have little in common, and
+            ``text`` for greedy ones, where a token that only one of the vocabularies has is guessed too.
 
     Raises:
         OptionError: another method.
@@ -72,8 +73,9 @@ class TranslatedDrafter(ModelDrafter):
         )  # fmt: skip
         if method not in ("auto", "tokens", "text"):
             raise OptionError(f"method is {method!r}; it must be auto, tokens or text")
+        self._is_chosen = method != "auto"
         automatic: Method = "tokens" if self.translation.coverage >= LOW_COVERAGE else "text"
-        self.method: Method = automatic if method == "auto" else method
+        self.method: Method = method if self._is_chosen else automatic
 
     # what ModelDrafter does with ids of its own
 
@@ -103,10 +105,16 @@ class TranslatedDrafter(ModelDrafter):
         shadow.sequence.tokens.append(self.translation.own[token])
 
     def _guess(self, shadow: Shadow, logits: Tensor) -> bool:
-        return super()._guess(shadow, logits) if self.method == "tokens" else self._write(shadow, logits)
+        return self._write(shadow, logits) if self._writes(shadow) else super()._guess(shadow, logits)
+
+    def _writes(self, shadow: Shadow) -> bool:
+        """Whether it drafts text, which ignores penalties, biases and bans: those are of the served ids."""
+        params = shadow.view.sampling
+        is_plain = not (params.has_penalties or params.logit_bias or params.bad_tokens or params.allowed_tokens)
+        return self.method == "text" or (not self._is_chosen and params.is_greedy and is_plain)
 
     def _goes_on(self, shadow: Shadow, length: int) -> bool:
-        if self.method == "text":
+        if self._writes(shadow):
             assert isinstance(shadow, _Translated)
             del shadow.view.tokens[shadow.num_committed + length :], shadow.confidences[length:]
             is_full = len(shadow.sequence) >= self.target.max_length
