@@ -153,7 +153,9 @@ def load(
         length = (
             int(num_speculative_tokens)
             if num_speculative_tokens != AUTO
-            else _controller(kind or DRAFTERS["none"], loaded, small, max_rows=max_batch, progress=progress)
+            else _controller(
+                kind or DRAFTERS.get(name, DRAFTERS["none"]), loaded, small, max_rows=max_batch, progress=progress
+            )
         )
     engine = LocalEngine(
         loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch

@@ -47,6 +47,15 @@ def last_json(ran: Ran) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(("words", "chosen"), [([], "suffix"), (["--draft", "draft"], "hybrid")])
+def test_auto_stands_for_a_drafter(run: Call, prompts: Path, words: list[str], chosen: str) -> None:
+    ran = run(
+        "bench", "--model", "target", *words, "--drafters", "auto", "--prompts", str(prompts), "--max-tokens", "4"
+    )
+    assert ran.code == 0, ran.err
+    assert [row["drafter"] for row in last_json(ran)["rows"]] == [PLAIN, chosen]
+
+
 def test_lengths_batches_and_temperatures(run: Call, prompts: Path) -> None:
     ran = run("bench", "--model", "target", "--draft", "draft", "--drafters", "ngram,model", "--prompts", str(prompts),
               "--num-speculative-tokens", "2,auto", "--batch", "1,2", "--temperature", "0,0.8", "--repeat", "2",

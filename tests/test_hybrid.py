@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ToyTarget, chi_square, dense_p, plain_loop, sequence
+from conftest import ScriptedDrafter, ToyTarget, chi_square, dense_p, plain_loop, sequence
 
 from flashspec import choice, loader
 from flashspec.choice import HybridController, QuickController
@@ -850,6 +850,11 @@ def test_a_draft_model_that_does_not_fit_is_done_without(
     assert isinstance(engine.drafter, SuffixDrafter)
     assert isinstance(engine.controller, QuickController)
     assert "drafter suffix" in engine.why
+
+
+def test_a_drafter_of_the_users_own_gets_the_controller_of_its_kind(models: dict[str, bool]) -> None:
+    assert isinstance(loader.load("big", drafter=SuffixDrafter(min_match=2)).controller, QuickController)
+    assert isinstance(loader.load("big", drafter=ScriptedDrafter(lambda tokens, budget: [])).controller, Controller)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "model", "translated"])

@@ -170,6 +170,20 @@ def test_greedy_text_of_the_same_function_is_always_right() -> None:
     assert (result.stats.acceptance_rate, result.stats.num_steps) == (1.0, 5)
 
 
+@pytest.mark.parametrize(("params", "is_written"), [
+    ({}, True), ({"temperature": 1.0}, False), ({"repetition_penalty": 1.2}, False), ({"logit_bias": {1: 2.0}}, False),
+])  # fmt: skip
+def test_greedy_requests_without_penalties_are_drafted_as_text(params: dict[str, Any], is_written: bool) -> None:
+    """Text is deterministic and knows no penalties; tokens are drawn from q, with the request's own parameters."""
+    drafter = drafter_of(ToyTarget(15))
+    engine = LocalEngine(ToyTarget(12), drafter, num_speculative_tokens=3)
+    seen: list[bool] = []
+    write = drafter._write
+    drafter._write = lambda shadow, logits: seen.append(True) or write(shadow, logits)  # type: ignore[method-assign, func-returns-value]
+    engine.generate([1, 2], SamplingParams(max_tokens=8, **params))
+    assert bool(seen) == is_written
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_end_of_sequence_is_drafted_as_the_targets(method: Any) -> None:
     served, own = letters(SERVED, end="<end>"), letters(SERVED[::-1], end="</s>")

@@ -18,7 +18,7 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams, SpecStats
 from flashspec.costs import CostCurve
 from flashspec.engine import LocalEngine, Result
-from flashspec.loader import DRAFTERS
+from flashspec.loader import DRAFTERS, choose_drafter
 from flashspec.pretrained import Loaded
 
 PLAIN = "none"
@@ -86,7 +86,8 @@ def engine_methods(
         curves: costs of the target and of each draft model, for ``auto``.
     """
     methods = []
-    for name in dict.fromkeys([PLAIN, *drafters]):
+    names = [choose_drafter(name, has_draft=bool(drafts))[1] for name in drafters]  # "auto" is one of them
+    for name in dict.fromkeys([PLAIN, *names]):
         kind = DRAFTERS[name]
         for draft in drafts if kind.needs_draft else [None]:
             for length in lengths if name != PLAIN else [0]:

@@ -33,7 +33,7 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
-from flashspec.loader import DRAFTERS, choose_drafter, cost_curve
+from flashspec.loader import choose_drafter, cost_curve
 from flashspec.machine import machine
 from flashspec.pretrained import Loaded, backend_of, load_model, load_plain
 from flashspec.report import check_report, write_report
@@ -165,7 +165,8 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
         load_model, device=options.device, trust_remote_code=options.trust_remote_code, progress=say,
         pack=options.pack, threads=options.threads, gpu_layers=options.gpu_layers,
     )  # fmt: skip
-    drafts = options.drafts if any(DRAFTERS[name].needs_draft for name in options.drafters) else []
+    kinds = [choose_drafter(name, has_draft=bool(options.drafts))[0] for name in options.drafters]
+    drafts = options.drafts if any(kind is not None and kind.needs_draft for kind in kinds) else []
     theirs = their_methods(options, drafts, say) if options.hf else []
     loaded = read(options.model, dtype=options.dtype, backend=options.backend)
     small = [

@@ -31,6 +31,7 @@ from flashspec.cli.options import (
     progress,
     set_up_logging,
 )
+from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.errors import MemoryLimitError, VocabularyError
 
@@ -101,7 +102,9 @@ def _case(
     from flashspec.loader import choose_drafter, cost_curve
     from flashspec.pretrained import load_model
 
-    kind, _ = choose_drafter(drafter or ("model" if draft is not None else "ngram"), has_draft=draft is not None)
+    if drafter in (None, AUTO):  # what can be examined: "hybrid" is made of these
+        drafter = "model" if draft is not None else "ngram"
+    kind, _ = choose_drafter(drafter, has_draft=draft is not None)
     assert kind is not None
     texts = {prompts: read_prompts(prompts, NUM_PROMPTS)} if prompts is not None else {}
     read = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=say)
