@@ -167,7 +167,7 @@ def test_a_kernel_is_compiled_once_or_for_now(kernel: Kernel, tmp_path: Path, mo
     model = build("llama")
     assert quantise_linears(model, 8)["int8"] == 22
     assert compiled(tmp_path) is not None
-    monkeypatch.setattr(cheap, "_compile", None)  # not called again
+    monkeypatch.setattr(half, "_compile", None)  # not called again
     assert compiled(tmp_path) is not None
     (tmp_path / "bad").mkdir()
     for file in tmp_path.glob("*.so"):

@@ -85,35 +85,44 @@ def halved(weight: Tensor) -> Tensor | None:
 
 def compiled(folder: Path) -> Kernel | None:
     """The kernel, from ``folder`` if it was compiled for this machine before; None where it cannot be had."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        logger.info("no C compiler here: bfloat16 weights are widened to float32, which takes twice the memory")
+    library = compiled_library(SOURCE, folder)
+    if library is None:
+        logger.info("bfloat16 weights are widened to float32, which takes twice the memory")
         return None
-    try:
-        library = folder / f"half_linear-{_fingerprint(compiler)}.so"
-        if not library.is_file():
-            _compile(compiler, library)
-        kernel = ctypes.CDLL(str(library)).half_linear
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("the bfloat16 kernel is not available (%s): weights are widened to float32", error)
-        return None
-    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
-    kernel.restype = None
+    kernel: Kernel = library.half_linear
+    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3  # type: ignore[attr-defined]
+    kernel.restype = None  # type: ignore[attr-defined]
     return kernel if _is_right(kernel) else None
 
 
-def _compile(compiler: str, library: Path) -> None:
+def compiled_library(source: Path, folder: Path) -> ctypes.CDLL | None:
+    """A C file as a library, from ``folder`` if it was compiled here before; None where it cannot be had."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        logger.info("no C compiler here, so there is no %s", source.stem)
+        return None
+    try:
+        library = folder / f"{source.stem}-{_fingerprint(compiler, source)}.so"
+        if not library.is_file():
+            _compile(compiler, source, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("%s is not available (%s)", source.stem, error)
+        return None
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled_object, linked = f"{folder}/half_linear.o", f"{folder}/half_linear.so"
+        compiled_object, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
         run = partial(subprocess.run, check=True, capture_output=True, timeout=120)
-        run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", compiled_object])
+        run([compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", compiled_object])
         # linked without -fopenmp: a second OpenMP runtime beside torch's would fight it for the cores
         run([compiler, "-shared", compiled_object, "-o", linked])
         os.replace(linked, library)
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, source: Path) -> str:
     """What the compiled code depends on: source, flags, compiler, processor."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
     try:
@@ -121,7 +130,7 @@ def _fingerprint(compiler: str) -> str:
         processor = "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
     except OSError:
         processor = platform.processor()
-    text = f"{SOURCE.read_text(encoding='utf-8')}{FLAGS}{version!r}{processor}{platform.machine()}"
+    text = f"{source.read_text(encoding='utf-8')}{FLAGS}{version!r}{processor}{platform.machine()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -7,12 +7,8 @@ kernel (quantised_linear.c) is compiled once with the system's C compiler.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
 import re
-import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -24,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashspec.backends.half import FLAGS, HalfLinear, Kernel, _buffer, _fingerprint
+from flashspec.backends.half import HalfLinear, Kernel, _buffer, compiled_library
 from flashspec.backends.hf import _linear_weight
 from flashspec.errors import OptionError
 
@@ -179,38 +175,18 @@ def _nothing_to_quantise(model: nn.Module, bits: int) -> str:
 
 def compiled(folder: Path) -> Kernel | None:
     """The kernel, from ``folder`` if it was compiled for this machine before; None where it cannot be had."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        logger.info("no C compiler here: draft models cannot be quantised")
+    library = compiled_library(SOURCE, folder)
+    if library is None:
         return None
-    try:
-        digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
-        library = folder / f"quantised_linear-{_fingerprint(compiler)}-{digest}.so"
-        if not library.is_file():
-            _compile(compiler, library)
-        kernel = ctypes.CDLL(str(library)).quantised_linear
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("the kernel for quantised draft models is not available (%s)", error)
-        return None
-    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5
-    kernel.restype = None
+    kernel: Kernel = library.quantised_linear
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 5  # type: ignore[attr-defined]
+    kernel.restype = None  # type: ignore[attr-defined]
     return kernel if _is_right(kernel) else None
 
 
 def _compiled_now() -> Kernel | None:
     with tempfile.TemporaryDirectory() as folder:  # a library that is loaded needs its file no longer
         return compiled(Path(folder))
-
-
-def _compile(compiler: str, library: Path) -> None:
-    """As half.py compiles its own, for the same reasons."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled_object, linked = f"{folder}/kernel.o", f"{folder}/kernel.so"
-        run = partial(subprocess.run, check=True, capture_output=True, timeout=120)
-        run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", compiled_object])
-        run([compiler, "-shared", compiled_object, "-o", linked])
-        os.replace(linked, library)
 
 
 @torch.no_grad()
