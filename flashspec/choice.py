@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from flashspec.controller import MAX_TOKENS, Calibration, Controller, OwnGuesses, StepCosts, Times
 from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
@@ -61,6 +62,7 @@ class QuickController:
 
     Args:
         cost: of the target's forward.
+        draft_cost: not used; made like the other controllers.
         max_tokens: the longest draft.
     """
 
@@ -95,7 +97,7 @@ class QuickController:
         if text is None or not confidences:
             return len(confidences)
         best, most = 0, 0.0
-        for n, expected in enumerate(self._gains(text, confidences), 1):
+        for n, expected in enumerate(accumulate(self._calibration.chances(text.guesses, confidences)), 1):
             if (gain := expected - MARGIN * self._price(text, n)) > most:
                 best, most = n, gain
         if best == 0:
@@ -178,14 +180,6 @@ class QuickController:
 
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq.id, None)
-
-    def _gains(self, text: _Text, confidences: Seq[float]) -> list[float]:
-        """Expected accepted tokens of the first, the first two, ... guesses."""
-        total, found = 0.0, []
-        for chance in self._calibration.chances(text.guesses, confidences):
-            total += chance
-            found.append(total)
-        return found
 
     def _price(self, text: _Text, n: int) -> float:
         """Tokens that would come in the time that n guesses add to a step, of which other rows pay their share."""

@@ -210,6 +210,7 @@ class StepCosts:
         self.extra = 0.0  # for each draft token, beyond the draft model's forward
         self._ratios: deque[float] = deque(maxlen=9)
         self._by_shape: dict[tuple[int, int], deque[float]] = {}  # likewise, of each width and number of rows
+        self._scales: dict[tuple[int, int], float] = {}  # what follows from these: asked many times a step
         self._num_steps = self._num_drafts = 0
 
     def step(self, width: int, rows: int = 1) -> float:
@@ -218,6 +219,12 @@ class StepCosts:
 
     def _scale(self, width: int, rows: int) -> float:
         """What such a forward takes over what was measured: of all forwards seen, those of about this size most."""
+        known = self._scales.get((width, rows))
+        if known is None:
+            known = self._scales[width, rows] = self._scale_of(width, rows)
+        return known
+
+    def _scale_of(self, width: int, rows: int) -> float:
         weight, total = SHAPE_PRIOR, SHAPE_PRIOR * self.scale
         for (other, others), seen in self._by_shape.items():
             near = len(seen) / (1 + (4 * math.log2(width * rows / (other * others))) ** 2)
@@ -245,6 +252,7 @@ class StepCosts:
         self.scale = statistics.median(self._ratios)
         # a step that something else has disturbed tells nothing of its shape
         self._by_shape.setdefault((width, rows), deque(maxlen=9)).append(min(ratio, 1.5 * self.scale))
+        self._scales.clear()
         self._num_steps += 1
         self.sampling += max(0.1, 1 / self._num_steps) * (settling / (width * rows) - self.sampling)
 

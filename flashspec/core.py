@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from flashspec.errors import OptionError
+from flashspec.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     import torch
@@ -224,6 +224,15 @@ class Draft:
 
 
 EMPTY = Draft([], [])
+
+
+def check_positions(seq: Sequence, draft: Draft, *, limit: int) -> None:
+    """Raise PromptError where a sequence and its draft exceed a model's ``limit`` positions."""
+    if len(seq) + len(draft) > limit:
+        raise PromptError(
+            f"{len(seq)} tokens and {len(draft)} draft tokens exceed the model's {limit} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)

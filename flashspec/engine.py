@@ -36,7 +36,7 @@ from flashspec.core import (
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler
-from flashspec.text import TextStream, Tokenizer, encode
+from flashspec.text import Encoded, TextStream, Tokenizer, encode
 from flashspec.tree import prefix
 from flashspec.verify import verify
 
@@ -171,7 +171,7 @@ class LocalEngine:
         if name in self._requests:
             raise OptionError(f"request id {name!r} is already running; choose another")
         eos = frozenset() if sampling.ignore_eos else self.target.eos_tokens
-        given = getattr(prompt, "prompt", prompt)  # of Encoded ids
+        given = prompt.prompt if isinstance(prompt, Encoded) else prompt
         seq = Sequence(name, ids, len(ids), sampling, choice, eos_tokens=eos, prompt=given)
         timings = Timings(arrival=time.perf_counter())
         self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings)

@@ -136,11 +136,12 @@ def load(
     )
     loaded = make(model, dtype=dtype, backend=backend)
     small = None
+    is_auto = drafter in (None, AUTO)
     if kind is not None and kind.needs_draft:
         try:
             small = make(draft, is_draft=True, dtype=draft_dtype or dtype, backend=draft_backend, vocab=draft_vocab)
         except MemoryLimitError as error:
-            if drafter not in (None, AUTO):
+            if not is_auto:
                 raise
             logger.warning("drafting from the text alone: %s", error)
             kind, name = choose_drafter(AUTO, has_draft=False)
@@ -149,18 +150,15 @@ def load(
     made = kind.make(loaded, small) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
     length: int | AnyController = 0
-    if made is not None:
-        length = (
-            int(num_speculative_tokens)
-            if num_speculative_tokens != AUTO
-            else _controller(
-                kind or DRAFTERS.get(name, DRAFTERS["none"]), loaded, small, max_rows=max_batch, progress=progress
-            )
-        )
+    if made is not None and num_speculative_tokens == AUTO:
+        like = kind or DRAFTERS.get(name, DRAFTERS["none"])  # a user's own may be one of ours, with other options
+        length = _controller(like, loaded, small, max_rows=max_batch, progress=progress)
+    elif made is not None:
+        length = int(num_speculative_tokens)
     engine = LocalEngine(
         loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch
     )
-    engine.why = reason_for(name, made, small) if drafter in (None, AUTO) else f"drafter {name}, as asked"
+    engine.why = reason_for(name, made, small) if is_auto else f"drafter {name}, as asked"
     logger.info("%s", engine.why)
     return engine
 

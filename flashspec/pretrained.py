@@ -6,10 +6,12 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ def load_model(
     cheaper = _Cheaper(_bits(dtype, place, is_draft=is_draft), vocab)
     if backend_of(model, backend, is_draft=is_draft, device=place, needs_torch=cheaper != _Cheaper()) == "llamacpp":
         return _llamacpp(name, model, threads, gpu_layers, say)
-    if is_draft and pack and dtype is None and place.type == "cpu" and has_int8():
+    if is_draft and rounds_to_int8(dtype, place, pack=pack):
         cheaper = replace(cheaper, bits=8)  # measured: 0.6 of the time of bfloat16 weights, 99 % of the guesses
     precision = dtype_of(None if cheaper.bits else dtype, place)
     source = source_of(model, say)
@@ -147,7 +149,7 @@ def _prepared(
 
 
 def _cheapened(network: Any, tokenizer: Tokenizer, cheaper: _Cheaper) -> dict[str, int]:
-    from flashspec.backends.quantised import compiled, cut_head, frequent_tokens, quantise_linears
+    from flashspec.backends.quantised import cut_head, frequent_tokens, quantise_linears
 
     layers: dict[str, int] = {}
     if cheaper.vocab is not None:
@@ -155,15 +157,22 @@ def _cheapened(network: Any, tokenizer: Tokenizer, cheaper: _Cheaper) -> dict[st
         cut_head(network, frequent_tokens(tokenizer, cheaper.vocab, size))
         layers["vocab"] = cheaper.vocab
     if cheaper.bits is not None:
-        layers |= quantise_linears(network, cheaper.bits, kernel=compiled(cache_folder() / "kernels"))
+        layers |= quantise_linears(network, cheaper.bits, kernel=_quantising_kernel(cache_folder() / "kernels"))
     return layers
 
 
-def has_int8() -> bool:
-    """Whether the kernel for int8 weights can be had here."""
+def rounds_to_int8(dtype: str | None, device: torch.device, *, pack: bool) -> bool:
+    """Whether a draft model's linear layers are rounded to int8, where nothing else was asked for."""
+    return (
+        pack and dtype is None and device.type == "cpu" and _quantising_kernel(cache_folder() / "kernels") is not None
+    )
+
+
+@cache  # it starts the compiler to ask its version, and checks the kernel's numbers
+def _quantising_kernel(folder: Path) -> Any:
     from flashspec.backends.quantised import compiled
 
-    return compiled(cache_folder() / "kernels") is not None
+    return compiled(folder)
 
 
 # llama.cpp
@@ -348,7 +357,7 @@ def _check_memory(name: str, folder: Path, dtype: torch.dtype | str, device: tor
     numbers = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            numbers += sum(_numel(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+            numbers += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
     _check_free(name, numbers * dtype.itemsize, f"in {dtype}")
 
 
@@ -361,10 +370,3 @@ def _check_free(name: str, needed: int, how: str) -> None:
             f"{name} needs {needed / 2**30:.1f} GiB for its weights {how}, and {free / 2**30:.1f} GiB are free; "
             "use a smaller model or free some memory"
         )
-
-
-def _numel(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

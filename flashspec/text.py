@@ -33,7 +33,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, vocab_size: int) -> l
     if isinstance(prompt, str):
         ids = _text_ids(tokenizer, prompt, add_special_tokens=True)
     elif prompt and isinstance(prompt, list) and isinstance(prompt[0], dict):
-        ids = _text_ids(tokenizer, _rendered(tokenizer, prompt), add_special_tokens=False)
+        ids = _text_ids(tokenizer, rendered(tokenizer, prompt), add_special_tokens=False)
     elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
         ids = list(prompt)  # type: ignore[arg-type]
     else:
@@ -68,7 +68,7 @@ def _text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: boo
     return [int(token) for token in ids]
 
 
-def _rendered(tokenizer: Tokenizer | None, messages: Any) -> str:
+def rendered(tokenizer: Tokenizer | None, messages: Any) -> str:
     if tokenizer is None or not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template; give the prompt as plain text")
     if any(not isinstance(message, dict) or "role" not in message or "content" not in message for message in messages):

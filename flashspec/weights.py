@@ -69,7 +69,7 @@ def gguf_file(model: str | os.PathLike[str] | None) -> Path:
 def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
     path = default_model() if model is None else Path(model).expanduser()
     if path.suffix == ".gguf":
-        return str(converted(gguf_file(model), say))
+        return str(converted(gguf_file(path), say))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {path} has no config.json, so it holds no Transformers model")

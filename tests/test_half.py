@@ -45,7 +45,7 @@ def test_shapes_and_strides_of_the_input(kernel: Kernel) -> None:
 
 
 def test_a_prompt_in_and_out_of_inference_mode(kernel: Kernel) -> None:
-    half._buffer.cache_clear()
+    half.shared_buffer.cache_clear()
     layer, x = HalfLinear(torch.randn(6, 32).bfloat16(), None, kernel), torch.randn(70, 32)
     with torch.inference_mode():
         inside = layer(x)

@@ -111,7 +111,7 @@ def test_shapes_strides_and_zeros(bits: int, kernel: Kernel) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt2"])
 def test_every_linear_layer_is_replaced(family: str, kernel: Kernel) -> None:
     model = build(family)
-    names = {name for name, layer in model.named_modules() if hf._linear_weight(layer) is not None}
+    names = {name for name, layer in model.named_modules() if hf.linear_weight(layer) is not None}
     weights = {name: value.clone() for name, value in model.state_dict().items() if "embed" in name}
     counts = quantise_linears(model, 8, kernel=kernel)
     assert counts == {"int8": len(names)}

@@ -61,7 +61,7 @@ class HalfLinear(nn.Module):
 
     def _widened(self, x: Tensor, y: Tensor) -> Tensor:
         size = max(WIDENED_NUMBERS // self.in_features, 1)
-        buffer = _buffer(size * self.in_features, threading.get_ident())
+        buffer = shared_buffer(size * self.in_features, threading.get_ident())
         for start in range(0, self.out_features, size):
             half = self.weight[start : start + size]
             wide = buffer[: half.numel()].view_as(half).copy_(half)
@@ -71,7 +71,7 @@ class HalfLinear(nn.Module):
 
 
 @lru_cache(maxsize=64)
-def _buffer(numbers: int, thread: int) -> Tensor:
+def shared_buffer(numbers: int, thread: int) -> Tensor:
     """[numbers] float32, one for each thread. Reused, because fresh memory is paid for page by page."""
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
         return torch.empty(numbers)

@@ -22,8 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 from flashspec.backends.half import HalfLinear, Kernel, halved
 from flashspec.cache import Feed, SlotCache, additive_mask
-from flashspec.core import EMPTY, Draft, Score, Sequence
-from flashspec.errors import MemoryLimitError, PromptError, UnsupportedModelError
+from flashspec.core import EMPTY, Draft, Score, Sequence, check_positions
+from flashspec.errors import MemoryLimitError, UnsupportedModelError
 from flashspec.tree import paths
 
 logger = logging.getLogger("flashspec")
@@ -120,11 +120,7 @@ class HFTarget:
         return self._seqs.index(seq)
 
     def _feed(self, seq: Sequence, draft: Draft) -> Feed:
-        if len(seq) + len(draft) > self.max_length:
-            raise PromptError(
-                f"{len(seq)} tokens and {len(draft)} draft tokens exceed the model's {self.max_length} positions; "
-                "shorten the prompt or ask for fewer tokens"
-            )
+        check_positions(seq, draft, limit=self.max_length)
         if seq not in self._seqs:
             self._cache.open_row()
             self._seqs.append(seq)
@@ -297,7 +293,7 @@ def pack_linears(model: nn.Module, *, kernel: Kernel | None = None, at_least: in
     counts = {"bfloat16": 0, "oneDNN": 0}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            weight = _linear_weight(child)
+            weight = linear_weight(child)
             if weight is None:
                 continue
             bias = getattr(child, "bias", None)
@@ -318,7 +314,7 @@ def _can_pack() -> bool:
     return False
 
 
-def _linear_weight(module: nn.Module) -> Tensor | None:
+def linear_weight(module: nn.Module) -> Tensor | None:
     """[out, in] of a plain float32 linear layer (GPT-2's Conv1D included), else None."""
     kind = type(module)
     weight: Tensor | None = getattr(module, "weight", None)

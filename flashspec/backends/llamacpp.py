@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashspec.core import EMPTY, Draft, Score, Sequence
-from flashspec.errors import MemoryLimitError, ModelError, OptionError, PromptError, UnsupportedModelError
+from flashspec.core import EMPTY, Draft, Score, Sequence, check_positions
+from flashspec.errors import MemoryLimitError, ModelError, OptionError, UnsupportedModelError
 from flashspec.tree import depths, paths
 
 logger = logging.getLogger("flashspec")
@@ -119,7 +119,7 @@ class LlamaTarget:
             MemoryLimitError: no memory for the keys and values.
         """
         for seq, draft in zip(seqs, drafts, strict=True):
-            self._check_length(seq, draft)
+            check_positions(seq, draft, limit=self.max_length)
         rows = [self._opened(seq) for seq in seqs]
         self._reserve(seqs, rows, drafts)
         entries: list[_Entry] = []
@@ -169,13 +169,6 @@ class LlamaTarget:
             self.forget(seq)
 
     # what goes into a decode
-
-    def _check_length(self, seq: Sequence, draft: Draft) -> None:
-        if len(seq) + len(draft) > self.max_length:
-            raise PromptError(
-                f"{len(seq)} tokens and {len(draft)} draft tokens exceed the model's {self.max_length} positions; "
-                "shorten the prompt or ask for fewer tokens"
-            )
 
     def _opened(self, seq: Sequence) -> _Row:
         row = self._rows.get(seq)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashspec.backends.half import HalfLinear, Kernel, _buffer, compiled_library
-from flashspec.backends.hf import _linear_weight
+from flashspec.backends.half import MOST_ROWS, WIDENED_NUMBERS, HalfLinear, Kernel, compiled_library, shared_buffer
+from flashspec.backends.hf import linear_weight
 from flashspec.errors import OptionError
 
 logger = logging.getLogger("flashspec")
@@ -30,8 +30,6 @@ SOURCE = Path(__file__).with_name("quantised_linear.c")
 BITS = (8, 4)
 GROUP = 32  # weights that share a scale; the kernel's number
 BLOCK = 16  # groups whose offsets the kernel reads at a time
-MOST_ROWS = 48  # more rows of input are bound by arithmetic, for which MKL is better
-PIECE = 4 << 20  # weights quantised or widened at a time: what the caches hold
 FEWEST = 256  # tokens of a cut head: every text can be spelled in single bytes
 
 
@@ -45,7 +43,9 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits = bits
-        parts = [quantised(part, bits) for part in torch.split(weight.detach(), max(PIECE // self.in_features, 1))]
+        parts = [
+            quantised(part, bits) for part in torch.split(weight.detach(), max(WIDENED_NUMBERS // self.in_features, 1))
+        ]
         codes, scales, offsets = zip(*parts, strict=True)
         self.register_buffer("codes", torch.cat(codes), persistent=False)
         self.register_buffer("scales", torch.cat(scales), persistent=False)
@@ -72,7 +72,7 @@ class QuantisedLinear(nn.Module):
     def widened(self, start: int, end: int) -> Tensor:
         """Rows of the weight in float32, [end - start, in]; overwritten by the next call in the same thread."""
         width = self.groups * GROUP
-        wide = _buffer(max(PIECE // width, 1) * width, threading.get_ident())[: (end - start) * width]
+        wide = shared_buffer(max(WIDENED_NUMBERS // width, 1) * width, threading.get_ident())[: (end - start) * width]
         wide = wide.view(end - start, self.groups, GROUP)
         codes, scales = self.codes[start:end], self.scales[start:end, :, None]
         if self.offsets is None:
@@ -85,7 +85,7 @@ class QuantisedLinear(nn.Module):
         return wide.view(end - start, width)[:, : self.in_features]
 
     def _widened(self, x: Tensor, y: Tensor) -> Tensor:
-        size = max(PIECE // (self.groups * GROUP), 1)
+        size = max(WIDENED_NUMBERS // (self.groups * GROUP), 1)
         for start in range(0, self.out_features, size):
             end = min(start + size, self.out_features)
             bias = None if self.bias is None else self.bias[start:end]
@@ -104,7 +104,7 @@ def quantised(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     range. Scales are rounded before codes are chosen, so that their rounding costs nothing.
     """
     out, size = weight.shape
-    groups = 2 * -(-size // (2 * GROUP))
+    groups = num_groups(size)
     w = nn.functional.pad(weight, (0, groups * GROUP - size)).view(out, groups, GROUP)
     lowest, highest = w.amin(2), w.amax(2)
     offsets = torch.zeros(out, -(-groups // BLOCK) * BLOCK, dtype=torch.bfloat16)
@@ -117,6 +117,11 @@ def quantised(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     scales = _scales(shifted.amax(2).clamp(min=0) / 15)
     codes = (shifted / scales[..., None].float()).round_().clamp_(0, 15).to(torch.int8)
     return (codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4).view(out, -1), scales, offsets
+
+
+def num_groups(size: int) -> int:
+    """Groups of a row of ``size`` weights: the kernel takes them in pairs."""
+    return 2 * -(-size // (2 * GROUP))
 
 
 def _scales(wanted: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ def quantise_linears(model: nn.Module, bits: int, *, kernel: Kernel | None = Non
     heads = set() if head is None else set(head.modules())
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (weight := _linear_weight(child)) is not None:
+            if (weight := linear_weight(child)) is not None:
                 used = 8 if child in heads else bits
                 setattr(parent, name, QuantisedLinear(weight, getattr(child, "bias", None), used, kernel))
                 counts[f"int{used}"] = counts.get(f"int{used}", 0) + 1

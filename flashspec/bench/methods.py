@@ -167,10 +167,10 @@ class _LlamaRun:
     """One llama_cpp.Llama, as large as the longest request so far: with a draft model it keeps all logits."""
 
     def __init__(self, path: Path, *, threads: int | None, gpu_layers: int, draft_model: Any = None) -> None:
+        threads = threads or torch.get_num_threads()
         self.options = {
-            "model_path": str(path), "n_threads": threads or torch.get_num_threads(), "verbose": False,
-            "n_threads_batch": threads or torch.get_num_threads(), "n_gpu_layers": gpu_layers,
-            "draft_model": draft_model,
+            "model_path": str(path), "n_threads": threads, "n_threads_batch": threads, "verbose": False,
+            "n_gpu_layers": gpu_layers, "draft_model": draft_model,
         }  # fmt: skip
         self.model: Any = None
 

@@ -135,7 +135,12 @@ class Place:
             stored = _stored_dtype(model, config, assumed)
             dtype = stored if isinstance(self.dtype, str) else self.dtype
             packs = self.device.type == "cpu" and dtype.itemsize == 4 and self.question.pack
-            is_int8 = is_draft and packs and self.question.dtype is None and pretrained.has_int8()
+            runtime = pretrained.backend_of(model, "auto", is_draft=is_draft, device=self.device)
+            is_int8 = (
+                is_draft
+                and runtime == "torch"
+                and pretrained.rounds_to_int8(self.question.dtype, self.device, pack=self.question.pack)
+            )
             halves = packs and str(stored) == "torch.bfloat16" and not is_int8
             if is_int8:
                 assumed.append(f"{model} is a draft model: on a CPU its linear layers are rounded to int8 once loaded.")
@@ -152,7 +157,7 @@ class Place:
                 config, dtype=dtype, packs=packs, halves=halves, is_draft=is_draft, is_int8=is_int8,
                 trust_remote_code=self.question.trust_remote_code,
             )  # fmt: skip
-            if pretrained.backend_of(model, "auto", is_draft=is_draft, device=self.device) == "torch":
+            if runtime == "torch":
                 return size
             assumed.append(f"{model} is run by llama.cpp as it is in the file, with keys and values in float16.")
             stored_bytes = gguf_file(model).stat().st_size

@@ -19,7 +19,7 @@ from flashspec.core import Sequence, Target
 from flashspec.drafters.model import ModelDrafter, Shadow, empty_copy
 from flashspec.errors import OptionError, PromptError
 from flashspec.sampling import largest_probability
-from flashspec.text import Tokenizer, _rendered, has_chat_template
+from flashspec.text import Tokenizer, has_chat_template, rendered
 from flashspec.vocabulary import CONTEXT, Retokeniser, Translation, continuation
 
 logger = logging.getLogger("flashspec")
@@ -154,7 +154,7 @@ class TranslatedDrafter(ModelDrafter):
         if not has_chat_template(draft.tokenizer):
             return None
         try:
-            return draft.encode(_rendered(draft.tokenizer, messages))  # a template writes its control tokens itself
+            return draft.encode(rendered(draft.tokenizer, messages))  # a template writes its control tokens itself
         except PromptError as error:
             logger.warning("the draft model reads these messages as plain text: %s", error)
             return None

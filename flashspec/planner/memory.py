@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-GROUP = 32  # weights of an int8 layer that share a scale
 SHORTEST = 256  # tokens of a context that are worth having
 
 
@@ -95,11 +94,12 @@ def model_size(
 
 def _stored(linear: Any, halves: bool, is_int8: bool) -> int:
     """Bytes of a linear layer's weight once it is replaced."""
+    from flashspec.backends.quantised import GROUP, num_groups
+
     if not is_int8:
         return int(linear.weight.numel()) * (2 if halves else 4)
     width = int(getattr(linear, "in_features", linear.weight.shape[0]))
-    groups = 2 * -(-width // (2 * GROUP))
-    return int(linear.weight.numel()) // width * groups * (GROUP + 2)  # a code each, a scale in two bytes
+    return int(linear.weight.numel()) // width * num_groups(width) * (GROUP + 2)  # a code each, a scale in two bytes
 
 
 def _replaced(network: Any, *, all_linears: bool, is_draft: bool) -> set[Any]:
