@@ -31,9 +31,10 @@ class Feed:
     row: int
     unseen: list[int]
     draft: Draft
+    num_stored: int = 0  # nodes whose keys and values are there already, from the last forward; then nothing is unseen
 
     def __len__(self) -> int:
-        return len(self.unseen) + len(self.draft)
+        return len(self.unseen) + len(self.draft) - self.num_stored
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -98,18 +99,17 @@ class SlotCache(Cache):  # type: ignore[misc]
             [rows, width], from which ``additive_mask`` makes the masks.
         """
         m = max(len(feed) for feed in feeds)
-        used = max(self.lengths[feed.row] + len(feed) for feed in feeds)
+        used = max(self.lengths[feed.row] + len(feed.unseen) + len(feed.draft) for feed in feeds)
         self._width = max(used, min(-(-used // self.rounding) * self.rounding, self.max_length))
         self._reserve(len(self.lengths), self._width)
         ids, positions, slots = [], [], []
         for feed in feeds:
-            base, pad = self.lengths[feed.row], m - len(feed)
+            base, pad, stored = self.lengths[feed.row], m - len(feed), feed.num_stored
             start = base + len(feed.unseen)
-            ids.append([0] * pad + feed.unseen + feed.draft.tokens)
-            positions.append(
-                [0] * pad + list(range(base, start)) + [start + depth for depth in depths(feed.draft.parents)]
-            )
-            slots.append([self.capacity] * pad + list(range(base, base + len(feed))))
+            ids.append([0] * pad + feed.unseen + feed.draft.tokens[stored:])
+            below = [start + depth for depth in depths(feed.draft.parents)[stored:]]
+            positions.append([0] * pad + list(range(base, start)) + below)
+            slots.append([self.capacity] * pad + list(range(base + stored, base + stored + len(feed))))
         self._address(feeds, slots, device)
         position_ids = torch.tensor(positions, device=device)
         key_positions = torch.arange(self._width, device=device).expand(len(feeds), -1)
@@ -121,7 +121,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         if any(not feed.draft.is_chain for feed in feeds):
             key_positions = key_positions.clone()
             for index, feed in enumerate(feeds):
-                self._show_tree(feed, visible[index], key_positions[index], position_ids[index])
+                self._show_tree(feed, visible[index], key_positions[index])
         return {
             "input_ids": torch.tensor(ids, device=device),
             "position_ids": position_ids,
@@ -209,14 +209,15 @@ class SlotCache(Cache):  # type: ignore[misc]
             store[self._rows_index, :, self._slots] = states.transpose(1, 2)
         return store[self._rows, :, : self._width]
 
-    def _show_tree(self, feed: Feed, visible: Tensor, key_positions: Tensor, position_ids: Tensor) -> None:
+    def _show_tree(self, feed: Feed, visible: Tensor, key_positions: Tensor) -> None:
         """Nodes see the context, their ancestors and themselves, whichever slots lie between."""
         base = self.lengths[feed.row] + len(feed.unseen)
-        n, m = len(feed.draft), len(visible)
-        visible[m - n :, base:] = False
-        for node, path in enumerate(paths(feed.draft.parents)):
-            visible[m - n + node, [base + ancestor for ancestor in path]] = True
-        key_positions[base : base + n] = position_ids[m - n :]
+        new, m = len(feed.draft) - feed.num_stored, len(visible)
+        visible[m - new :, base:] = False
+        for place, path in enumerate(paths(feed.draft.parents)[feed.num_stored :], m - new):
+            visible[place, [base + ancestor for ancestor in path]] = True
+        below = torch.tensor(depths(feed.draft.parents), device=key_positions.device)
+        key_positions[base : base + len(feed.draft)] = base + below
 
 
 def additive_mask(prepared: dict[str, Tensor], *, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from flashspec.controller import MAX_TOKENS, Calibration, Controller, OwnGuesses, StepCosts, Times
+from flashspec.controller import (
+    MAX_TOKENS,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    Calibration,
+    Controller,
+    OwnGuesses,
+    StepCosts,
+    Times,
+)
 from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
 from flashspec.costs import CostCurve
 from flashspec.tree import prefix
@@ -25,6 +34,9 @@ RIVAL = 1.3  # such a speedup makes it likely that a draft model is not needed
 NEWEST = 0.8  # share of the newest text in what is expected of the next: work of one kind comes in a row
 COUNTED = 0.6  # of what a quick draft promises where the slow drafter could guess: what looks best disappoints
 KNOWN_AFTER = 3  # steps that say as much as earlier texts do
+FIRST_GAIN = 0.5  # tokens that a step's guesses bring, before any were made
+LONG_DECAY = 0.99  # of what all texts have gained
+PATIENCE = 0.05  # tokens
 SHARE = 0.5  # of the steps that have a draft, before any was seen
 
 
@@ -88,7 +100,7 @@ class QuickController:
             text.reason = LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN
         return [max(min(limit, self.max_tokens), 0) for limit in limits]
 
-    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
+    def length(self, seq: Sequence, confidences: Seq[float], parents: Seq[int] | None = None) -> int:
         """See ``core.StoppingRule``: the length whose gain is largest, not the first at which it stops rising.
 
         Costs rise in steps, so that one more guess may not pay where five more do.
@@ -97,7 +109,7 @@ class QuickController:
         if text is None or not confidences:
             return len(confidences)
         best, most = 0, 0.0
-        for n, expected in enumerate(accumulate(self._calibration.chances(text.guesses, confidences)), 1):
+        for n, expected in enumerate(accumulate(self._calibration.chances(text.guesses, confidences, parents)), 1):
             if (gain := expected - MARGIN * self._price(text, n)) > most:
                 best, most = n, gain
         if best == 0:
@@ -120,7 +132,7 @@ class QuickController:
     def expected(self, seq: Sequence, draft: Draft) -> float:
         """Accepted tokens of a draft at hand."""
         confidences: Seq[float | None] = draft.confidences or [None] * len(draft)
-        return sum(self._calibration.chances(self._texts[seq.id].guesses, confidences))
+        return sum(self._calibration.chances(self._texts[seq.id].guesses, confidences, draft.parents))
 
     def rate(self, seq: Sequence) -> float:
         """Tokens a second at which the batch would come if all its rows were like this one."""
@@ -150,6 +162,7 @@ class QuickController:
         draft: Draft,
         num_accepted: int,
         *,
+        accepted: Seq[int] | None = None,
         sureness: Callable[[], float] | None = None,
     ) -> None:
         """What became of a draft; an empty one for a budget is news as well."""
@@ -157,7 +170,7 @@ class QuickController:
             return
         text = self._last = self._texts.setdefault(seq.id, _Text())
         text.drafting += (1 - DECAY) * ((len(draft) > 0) - text.drafting)
-        self._calibration.observe(text.guesses, draft, num_accepted)
+        self._calibration.observe(text.guesses, draft, range(num_accepted) if accepted is None else accepted)
         self.pace(seq, 1 + num_accepted, self.costs.step(1 + len(draft)))
 
     def observe_unused(self, seq: Sequence, draft: Draft, *, since: int) -> None:
@@ -168,7 +181,7 @@ class QuickController:
         came = seq.tokens[since:]
         known = prefix(draft, len(came))
         held = next((i for i, token in enumerate(known.tokens) if token != came[i]), len(known))
-        self._calibration.observe(self._texts.setdefault(seq.id, _Text()).guesses, known, held)
+        self._calibration.observe(self._texts.setdefault(seq.id, _Text()).guesses, known, range(held))
 
     def pace(self, seq: Sequence, tokens: int, seconds: float) -> None:
         """What a step brought, and what it should have cost."""
@@ -185,6 +198,82 @@ class QuickController:
         """Tokens that would come in the time that n guesses add to a step, of which other rows pay their share."""
         wider = self.costs.step(n + 1, self._rows) - self.costs.step(1, self._rows)
         return text.rate * wider / (1 + text.others)
+
+
+@dataclass(slots=True)
+class _Gain:
+    """Whether a text's guesses have been worth what making them costs."""
+
+    tokens: float  # accepted, less what the time of scoring them would have brought; a decayed mean
+    num_idle: int = 0  # steps without a guess
+    wait: int = PROBE_EVERY
+
+
+class HeadsController(QuickController):
+    """Likewise where all guesses of a step together cost a little: heads on the target's state.
+
+    Args:
+        cost: of the target's forward.
+        draft_cost: of the heads', all guesses of a sequence at once.
+        max_tokens: the largest draft.
+    """
+
+    def __init__(self, cost: CostCurve, draft_cost: CostCurve | None = None, *, max_tokens: int = MAX_TOKENS) -> None:
+        super().__init__(cost, max_tokens=max_tokens)
+        self._seconds = draft_cost(1) if draft_cost is not None else 0.0  # of drafting, for one sequence
+        self._gains: dict[str, _Gain] = {}
+        self._typical = FIRST_GAIN  # what texts have gained lately
+
+    def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
+        budgets = super().budgets(seqs, limits, backlogs)
+        return [self._budget(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def observe(
+        self,
+        seq: Sequence,
+        budget: int,
+        draft: Draft,
+        num_accepted: int,
+        *,
+        accepted: Seq[int] | None = None,
+        sureness: Callable[[], float] | None = None,
+    ) -> None:
+        super().observe(seq, budget, draft, num_accepted, accepted=accepted)
+        if budget:
+            gain = self._gains.setdefault(seq.id, _Gain(self._typical))
+            new = num_accepted - self._price(self._texts[seq.id], len(draft))
+            gain.tokens += (1 - DECAY) * (new - gain.tokens)
+            self._typical += (1 - LONG_DECAY) * (new - self._typical)
+            gain.num_idle = 0
+
+    def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
+        super().observe_times(drafts, budgets, backlogs, times)
+        if asked := sum(budget > 0 for budget in budgets):
+            self._seconds += (1 - DECAY) * (times.drafting / asked - self._seconds)
+
+    def explain(self) -> str:
+        share = self._seconds / self.costs.step(1)
+        return f"{super().explain()}; drafting {share:.2f}, which has to come in again"
+
+    def forget(self, seq: Sequence) -> None:
+        super().forget(seq)
+        self._gains.pop(seq.id, None)
+
+    def _budget(self, seq: Sequence, budget: int) -> int:
+        """0 while guessing has not been worth its time, but for a try now and then."""
+        gain, text = self._gains.setdefault(seq.id, _Gain(self._typical)), self._texts[seq.id]
+        price = text.rate * self._seconds
+        if budget == 0 or gain.tokens > price:
+            gain.wait = PROBE_EVERY
+            return budget
+        gain.num_idle += 1
+        earned = PROBE_SHARE * gain.num_idle * self.costs.step(1, self._rows)
+        if gain.num_idle >= gain.wait and self._seconds <= earned:
+            gain.wait = min(2 * gain.wait, 32 * PROBE_EVERY)
+            gain.tokens = max(gain.tokens, price - PATIENCE)  # one good try is enough to go on with
+            return budget
+        text.reason = "guesses hold too rarely for what they cost"
+        return 0
 
 
 class HybridController:
@@ -239,8 +328,8 @@ class HybridController:
     def worth(self, seq: Sequence, confidences: Seq[float | None]) -> bool:
         return self.quick.worth(seq, confidences)
 
-    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
-        return self.quick.length(seq, confidences)
+    def length(self, seq: Sequence, confidences: Seq[float], parents: Seq[int] | None = None) -> int:
+        return self.quick.length(seq, confidences, parents)
 
     def reason(self, seq: Sequence) -> str:
         return self.slow.reason(seq)
@@ -255,18 +344,19 @@ class HybridController:
         draft: Draft,
         num_accepted: int,
         *,
+        accepted: Seq[int] | None = None,
         sureness: Callable[[], float] | None = None,
     ) -> None:
         slow = self._slow_budgets.get(seq.id, 0) if budget else 0
         if slow:
-            self.slow.observe(seq, slow, draft, num_accepted, sureness=sureness)
+            self.slow.observe(seq, slow, draft, num_accepted, accepted=accepted, sureness=sureness)
             seconds = self.slow.costs.step(1 + len(draft)) + self.slow.costs.draft(len(draft))
             self.quick.pace(seq, 1 + num_accepted, seconds)
             self.quick.observe_unused(seq, self._passed_over.get(seq.id, EMPTY), since=self._lengths[seq.id])
             tokens, seconds = 1, self.slow.costs.step(1)  # plain decoding, had it not been asked
         else:
             self.slow.observe(seq, 0, EMPTY, 0, sureness=sureness)
-            self.quick.observe(seq, budget, draft, num_accepted)
+            self.quick.observe(seq, budget, draft, num_accepted, accepted=accepted)
             tokens, seconds = 1 + num_accepted, self.slow.costs.step(1 + len(draft))
         self._others.setdefault(seq.id, self._typical()).observe(tokens, seconds)
 

@@ -22,8 +22,9 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from flashspec.core import FIRST_TOKEN, LAST_TOKEN, Draft, Sequence
+from flashspec.core import FIRST_TOKEN, LAST_TOKEN, ROOT, Draft, Sequence
 from flashspec.costs import CostCurve
+from flashspec.tree import height
 
 AUTO = "auto"
 MAX_TOKENS = 16  # the longest draft that ``auto`` considers
@@ -129,17 +130,27 @@ class Calibration:
         rate = self._rate(confidence)
         return min(rate * _shrunk(own.reached.hit, own.expected, 1.0), 1.0)
 
-    def chances(self, own: OwnGuesses, confidences: Seq[float | None]) -> list[float]:
-        """That the first, the first two, ... are accepted."""
-        return _products([self.chance(own, confidence) for confidence in confidences])
+    def chances(self, own: OwnGuesses, confidences: Seq[float | None], parents: Seq[int] | None = None) -> list[float]:
+        """That each guess and all above it are accepted; without ``parents``, the first, the first two, ..."""
+        rates = [self.chance(own, confidence) for confidence in confidences]
+        if parents is None:
+            return _products(rates)
+        found: list[float] = []
+        for rate, parent in zip(rates, parents, strict=True):
+            found.append(rate * (1.0 if parent == ROOT else found[parent]))
+        return found
 
-    def observe(self, own: OwnGuesses, draft: Draft, num_accepted: int) -> None:
+    def observe(self, own: OwnGuesses, draft: Draft, accepted: Seq[int]) -> None:
+        """The nodes that were accepted, root to leaf. Of the others, only those beside them were looked at."""
         confidences = draft.confidences or [0.0] * len(draft)
-        for i, confidence in enumerate(confidences[: num_accepted + 1]):
+        reached = {ROOT, *accepted}
+        for node, (parent, confidence) in enumerate(zip(draft.parents, confidences, strict=True)):
+            if parent not in reached:
+                continue
             level = self._level(confidence)
             own.expected = OWN_DECAY * own.expected + self._rate(confidence)
             for each, decay in ((level, ALL_DECAY), (self._total, ALL_DECAY), (own.reached, OWN_DECAY)):
-                each.observe(i < num_accepted, decay)
+                each.observe(node in reached, decay)
 
     def is_to_be_tried(self, confidence: float, *, price: float, plain: float) -> bool:
         """Now and then for a class that was found wanting, or it would be so for good.
@@ -327,9 +338,19 @@ class Controller:
             n == 1 and first is not None and self._calibration.is_to_be_tried(first, price=wider + longer, plain=plain)
         )
 
-    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
-        """See ``core.StoppingRule``."""
-        return next((i for i in range(len(confidences)) if not self.worth(seq, confidences[: i + 1])), len(confidences))
+    def length(self, seq: Sequence, confidences: Seq[float], parents: Seq[int] | None = None) -> int:
+        """See ``core.StoppingRule``. A tree's guesses are there already; their price is the wider forward."""
+        if parents is None:
+            worth = (self.worth(seq, confidences[: i + 1]) for i in range(len(confidences)))
+            return next((i for i, is_worth in enumerate(worth) if not is_worth), len(confidences))
+        state = self._states.get(seq.id)
+        if state is None:
+            return len(confidences)
+        rate, rows, drafting = state.goal
+        steps = [self.costs.step(n + 1, rows) for n in range(len(confidences) + 1)]
+        gains = accumulate(self._calibration.chances(state.guesses, confidences, parents), initial=0.0)
+        worth_of = [gain - rate * (step - steps[0]) / drafting for gain, step in zip(gains, steps, strict=True)]
+        return max(worth_of.index(max(worth_of)), int(state.is_probing))
 
     # beside another drafter
 
@@ -386,11 +407,13 @@ class Controller:
         draft: Draft,
         num_accepted: int,
         *,
+        accepted: Seq[int] | None = None,
         sureness: Callable[[], float] | None = None,
     ) -> None:
         """What became of a draft; an empty one for a budget is news as well.
 
         Args:
+            accepted: the nodes of a tree that were; None for the first ones of a chain.
             sureness: gives the target's largest probability at the context, if it is asked. Where the target is sure
                 of its tokens, a smaller model is likely to guess them: what is expected of a draft model before it
                 has guessed.
@@ -410,7 +433,7 @@ class Controller:
         self._drafted[kind].observe(len(draft), budget)
         if state.is_probing:
             state.wait = 0 if num_accepted else min(max(state.wait, PROBE_EVERY // 2) * 2, 32 * PROBE_EVERY)
-        self._calibration.observe(state.guesses, draft, num_accepted)
+        self._calibration.observe(state.guesses, draft, range(num_accepted) if accepted is None else accepted)
 
     def observe_times(
         self,
@@ -428,7 +451,7 @@ class Controller:
         """
         longest, asked = max(map(len, drafts)), sum(budget > 0 for budget in budgets)
         self.costs.observe(1 + longest, len(drafts), forward=times.forward, settling=times.settling)
-        drafted = longest if drafted is None else drafted
+        drafted = max(height(draft.parents) for draft in drafts) if drafted is None else drafted
         if drafted and asked and max(backlogs) <= FREE_READING:
             self.costs.observe_draft(drafted, asked, times.drafting)
 

@@ -240,7 +240,8 @@ class Score:
     """Row 0 follows the context, row i + 1 follows node i."""
 
     logits: torch.Tensor  # [n + 1, vocab] float32
-    hidden: torch.Tensor | None = None  # [n + 1, d]
+    hidden: torch.Tensor | None = None  # [n + 1, d], what the output embedding read
+    features: torch.Tensor | None = None  # [fed, layers * d], what went into some layers: every token fed, nodes last
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +302,14 @@ class SpecStats:
         if draft_length == 0:
             self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
 
-    def record(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def record(self, num_draft_tokens: int, num_accepted: int, *, height: int | None = None) -> None:
+        """Count a draft; ``height`` is its longest path where it is a tree."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         _count(self.num_accepted_tokens_per_pos, [1] * num_accepted)
-        _count(self.num_reached_per_pos, [1] * min(num_accepted + 1, num_draft_tokens))
+        longest = num_draft_tokens if height is None else height
+        _count(self.num_reached_per_pos, [1] * min(num_accepted + 1, longest))
 
     def merge(self, other: SpecStats) -> None:
         """Add the counts of ``other`` to these."""
@@ -390,8 +393,12 @@ class StoppingRule(Protocol):
         """
         ...
 
-    def length(self, seq: Sequence, confidences: Seq[float]) -> int:
-        """How many of some guesses that are there already to draft, from the first on."""
+    def length(self, seq: Sequence, confidences: Seq[float], parents: Seq[int] | None = None) -> int:
+        """How many of some guesses that are there already to draft, from the first on.
+
+        Args:
+            parents: of each guess in a tree, likeliest paths first; None for a chain.
+        """
         ...
 
 
@@ -403,6 +410,7 @@ class Drafter(Protocol):
 
     name: str = "drafter"
     needs_hidden: bool = False  # whether ``observe`` wants ``Score.hidden``
+    feature_layers: Seq[int] = ()  # of the target, of which ``observe`` wants ``Score.features``
     rule: StoppingRule | None = None  # set by an engine that chooses the draft length; asking it is optional
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -432,8 +440,14 @@ class Target(Protocol):
     has_hidden: bool
     forward_seconds: float  # total time inside forwards, for the time split
 
-    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> list[Score]:
-        """One forward over every unseen token and every draft node."""
+    def score(
+        self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False, features: Seq[int] = ()
+    ) -> list[Score]:
+        """One forward over every unseen token and every draft node.
+
+        Args:
+            features: layers whose inputs are wanted; the number of layers stands for what the output embedding reads.
+        """
         ...
 
     def keep(self, seq: Sequence, accepted: Seq[int]) -> None:

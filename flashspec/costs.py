@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,18 @@ def measure(target: Target, *, max_rows: int = 1, widths: Seq[int] = WIDTHS, rep
         _rising((width, singles[1, width]) for width in usable),
         ((1, singles[1, 1]), *_rising((count, batched[count, 1]) for count in counts)) if counts else (),
     )
+
+
+def of_calls(call: Callable[[int], object], widths: Seq[int], *, repeats: int = REPEATS) -> CostCurve:
+    """Time ``call(width)`` for each width: medians, interleaved, after a warm-up."""
+    seen: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(repeats + 1):
+        for width in widths:
+            started = time.perf_counter()
+            call(width)
+            if turn:
+                seen[width].append(time.perf_counter() - started)
+    return CostCurve(_rising((width, statistics.median(times)) for width, times in seen.items()))
 
 
 def _time(target: Target, shapes: list[tuple[int, int]], context: int, repeats: int) -> dict[tuple[int, int], float]:

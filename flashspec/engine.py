@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -37,7 +37,7 @@ from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler
 from flashspec.text import Encoded, TextStream, Tokenizer, encode
-from flashspec.tree import prefix
+from flashspec.tree import height, prefix
 from flashspec.verify import verify
 
 AnyController = Controller | QuickController | HybridController
@@ -143,8 +143,10 @@ class LocalEngine:
             num_speculative_tokens=num_speculative_tokens if drafter is not None else 0,
             max_length=target.max_length,
         )
+        self._inner: dict[str, Any] = {}  # what the drafter wants to see of the target
         if drafter is not None:
             drafter.rule = self.controller
+            self._inner = _wanted(target, drafter)
         self._requests: dict[str, _Request] = {}
         self._stats = SpecStats()
 
@@ -191,7 +193,7 @@ class LocalEngine:
         work = self._plan(seqs, limits)
         drafts = self._propose(seqs, work.budgets)
         drafted = time.perf_counter()
-        scores = self.target.score(seqs, drafts, hidden=self.drafter is not None and self.drafter.needs_hidden)
+        scores = self.target.score(seqs, drafts, **self._inner)
         scored = time.perf_counter()
         chunks: list[Chunk] = []
         try:
@@ -314,7 +316,8 @@ class LocalEngine:
                 stats.record_step(len(draft), "the drafter had no guess worth trying" if budget else reason)
             if self.controller is not None:
                 sureness = partial(largest_probability, score.logits[0], seq.sampling.temperature)
-                self.controller.observe(seq, budget, draft, len(verdict.accepted), sureness=sureness)
+                nodes = verdict.accepted
+                self.controller.observe(seq, budget, draft, len(nodes), accepted=nodes, sureness=sureness)
         if self.controller is None or work.has_prompt:
             return
         started, drafted, scored, now = times
@@ -406,7 +409,8 @@ class LocalEngine:
         for stats in (self._requests[seq.id].stats, self._stats):
             stats.num_emitted_tokens += len(chunk.tokens)
             if len(draft):
-                stats.record(num_accepted if is_cut else len(draft), num_accepted)
+                longest = num_accepted if is_cut else height(draft.parents)
+                stats.record(num_accepted if is_cut else len(draft), num_accepted, height=longest)
 
     def _record(self, seqs: list[Sequence], chunks: list[Chunk], times: tuple[float, float, float, float]) -> None:
         started, drafted, scored, now = times
@@ -438,6 +442,23 @@ class LocalEngine:
                 raise OptionError(f"{name} names token id {bad[0]}; the model's vocabulary has {size}")
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and this engine has none; use token ids")
+
+
+def _wanted(target: Target, drafter: Drafter) -> dict[str, Any]:
+    """Arguments of ``target.score``, for a drafter that reads hidden states.
+
+    Raises:
+        OptionError: the target has none to show.
+    """
+    wanted: dict[str, Any] = {"hidden": True} if drafter.needs_hidden else {}
+    if drafter.feature_layers:
+        wanted["features"] = tuple(drafter.feature_layers)
+    if wanted and not target.has_hidden:
+        raise OptionError(
+            f"drafter {drafter.name!r} reads the model's hidden states, which {type(target).__name__} does not show; "
+            "run the model with torch (--backend torch), or use another drafter"
+        )
+    return wanted
 
 
 def logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:

@@ -7,33 +7,52 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from flashspec import costs
-from flashspec.choice import HybridController, QuickController
+from flashspec.choice import HeadsController, HybridController, QuickController
 from flashspec.controller import AUTO, Controller
 from flashspec.core import Drafter
 from flashspec.costs import CostCurve
+from flashspec.drafters.eagle import EagleDrafter
 from flashspec.drafters.hybrid import HybridDrafter
+from flashspec.drafters.medusa import MedusaDrafter
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
 from flashspec.drafters.suffix import SuffixDrafter
 from flashspec.drafters.translated import TranslatedDrafter
 from flashspec.engine import AnyController, LocalEngine
 from flashspec.errors import MemoryLimitError, OptionError, VocabularyError
+from flashspec.heads.eagle import EagleHead
+from flashspec.heads.files import kind_of
+from flashspec.heads.medusa import MedusaHeads
 from flashspec.pretrained import Loaded, load_model
 from flashspec.scheduler import check_draft_length
+from flashspec.trained import Heads, load_heads
 from flashspec.weights import Progress, cache_folder
 
 logger = logging.getLogger("flashspec")
+
+
+READ = {
+    "model": "a draft model",
+    "medusa": "a folder of Medusa heads",
+    "eagle3": "a folder with an EAGLE-3 head",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
     """How a drafter is made."""
 
-    make: Callable[[Loaded, Loaded | None], Drafter | None]
-    needs_draft: bool = False
+    make: Callable[[Loaded, Any], Drafter | None]  # of the target and of what it reads
+    reads: Literal["nothing", "model", "medusa", "eagle3"] = "nothing"  # what --draft has to be
     controller: Callable[[CostCurve, CostCurve | None], AnyController] = Controller
+
+    @property
+    def needs_draft(self) -> bool:
+        return self.reads != "nothing"
 
 
 def _same_vocabulary(target: Loaded, draft: Loaded | None) -> Drafter:
@@ -53,6 +72,16 @@ def _translated(target: Loaded, draft: Loaded | None) -> TranslatedDrafter:
     )
 
 
+def _medusa(target: Loaded, heads: Heads) -> MedusaDrafter:
+    assert isinstance(heads.network, MedusaHeads)
+    return MedusaDrafter(heads.network)
+
+
+def _eagle(target: Loaded, heads: Heads) -> EagleDrafter:
+    assert isinstance(heads.network, EagleHead)
+    return EagleDrafter(heads.network, max_length=heads.max_length)
+
+
 def draft_model(target: Loaded, draft: Loaded | None) -> Drafter:
     """A draft model's drafter, whatever its tokenizer."""
     try:
@@ -65,13 +94,15 @@ DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind(lambda target, draft: None),
     "ngram": DrafterKind(lambda target, draft: NGramDrafter(), controller=QuickController),
     "suffix": DrafterKind(lambda target, draft: SuffixDrafter(), controller=QuickController),
-    "model": DrafterKind(_same_vocabulary, needs_draft=True),
-    "translated": DrafterKind(_translated, needs_draft=True),
+    "model": DrafterKind(_same_vocabulary, reads="model"),
+    "translated": DrafterKind(_translated, reads="model"),
     "hybrid": DrafterKind(
         lambda target, draft: HybridDrafter(SuffixDrafter(), draft_model(target, draft)),
-        needs_draft=True,
+        reads="model",
         controller=HybridController,
     ),
+    "medusa": DrafterKind(_medusa, reads="medusa", controller=HeadsController),
+    "eagle3": DrafterKind(_eagle, reads="eagle3"),
 }
 
 
@@ -99,9 +130,10 @@ def load(
 
     Args:
         model: a hub name, a folder or a ``.gguf`` file; None for the embedded SmolLM2-135M-Instruct.
-        draft: a small model, named likewise; its tokenizer may be another.
-        drafter: ``"none"``, ``"ngram"``, ``"suffix"``, ``"model"``, ``"translated"``, ``"hybrid"`` or a Drafter of your
-            own; ``"auto"`` is ``"hybrid"`` where ``draft`` is given and fits into memory, else ``"suffix"``.
+        draft: a small model, named likewise, whose tokenizer may be another; or a folder of Medusa or EAGLE-3 heads.
+        drafter: ``"none"``, ``"ngram"``, ``"suffix"``, ``"model"``, ``"translated"``, ``"hybrid"``, ``"medusa"``,
+            ``"eagle3"`` or a Drafter of your own; ``"auto"`` is ``"hybrid"`` where ``draft`` is a model that fits into
+            memory, the heads' own kind where it is a folder of heads, else ``"suffix"``.
         num_speculative_tokens: ``"auto"`` chooses the draft length at each step, 0 included, from measured costs (which
             takes seconds the first time) and running acceptance; a number is the longest draft.
         backend: ``"torch"``, or ``"llamacpp"`` for a ``.gguf``; ``"auto"`` is torch.
@@ -122,7 +154,7 @@ def load(
     Raises:
         FlashSpecError: with what was wrong, the limit and the next step.
     """
-    kind, name = choose_drafter(drafter, has_draft=draft is not None)
+    kind, name = choose_drafter(drafter, draft=draft)
     check_draft_length(num_speculative_tokens, or_auto=True)
     make = partial(
         load_model,
@@ -135,24 +167,28 @@ def load(
         progress=progress,
     )
     loaded = make(model, dtype=dtype, backend=backend)
-    small = None
+    small: Loaded | Heads | None = None
     is_auto = drafter in (None, AUTO)
     if kind is not None and kind.needs_draft:
+        assert draft is not None
         try:
-            small = make(draft, is_draft=True, dtype=draft_dtype or dtype, backend=draft_backend, vocab=draft_vocab)
+            if kind.reads == "model":
+                small = make(draft, is_draft=True, dtype=draft_dtype or dtype, backend=draft_backend, vocab=draft_vocab)
+            else:
+                small = load_heads(draft, kind.reads, loaded, dtype=draft_dtype, pack=pack, progress=progress)
         except MemoryLimitError as error:
             if not is_auto:
                 raise
             logger.warning("drafting from the text alone: %s", error)
-            kind, name = choose_drafter(AUTO, has_draft=False)
+            kind, name = choose_drafter(AUTO)
     elif draft is not None:
-        logger.warning("the draft model %s is not loaded: drafter is %r; use drafter='hybrid' for it", draft, name)
+        logger.warning("%s is not loaded: drafter is %r; leave that out for one that reads it", draft, name)
     made = kind.make(loaded, small) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
     length: int | AnyController = 0
     if made is not None and num_speculative_tokens == AUTO:
         like = kind or DRAFTERS.get(name, DRAFTERS["none"])  # a user's own may be one of ours, with other options
-        length = _controller(like, loaded, small, max_rows=max_batch, progress=progress)
+        length = _controller(like, loaded, made, small, max_rows=max_batch, progress=progress)
     elif made is not None:
         length = int(num_speculative_tokens)
     engine = LocalEngine(
@@ -164,11 +200,27 @@ def load(
 
 
 def _controller(
-    kind: DrafterKind, loaded: Loaded, draft: Loaded | None, *, max_rows: int, progress: Progress | None
+    kind: DrafterKind,
+    loaded: Loaded,
+    drafter: Drafter,
+    draft: Loaded | Heads | None,
+    *,
+    max_rows: int,
+    progress: Progress | None,
 ) -> AnyController:
     cost = cost_curve(loaded, max_rows=max_rows, progress=progress)
-    drafting = cost_curve(draft, max_rows=max_rows, is_draft=True, progress=progress) if draft is not None else None
-    return kind.controller(cost, drafting)
+    return kind.controller(cost, draft_curve(drafter, draft, max_rows=max_rows, progress=progress))
+
+
+def draft_curve(
+    drafter: Drafter | None, draft: Loaded | Heads | None, *, max_rows: int = 1, progress: Progress | None = None
+) -> CostCurve | None:
+    """Seconds of a draft model's or of heads' forwards; None where there are none."""
+    if isinstance(drafter, MedusaDrafter | EagleDrafter):
+        return costs.of_calls(drafter.dry_run, costs.DRAFT_WIDTHS if isinstance(drafter, EagleDrafter) else (1, 8))
+    if isinstance(draft, Loaded):
+        return cost_curve(draft, max_rows=max_rows, is_draft=True, progress=progress)
+    return None
 
 
 def cost_curve(
@@ -181,14 +233,19 @@ def cost_curve(
     return costs.measured(loaded.target, loaded.identity, cache_folder() / "costs", max_rows=max_rows, widths=widths)
 
 
-def choose_drafter(drafter: str | Drafter | None, *, has_draft: bool) -> tuple[DrafterKind | None, str]:
+def choose_drafter(
+    drafter: str | Drafter | None, *, draft: str | os.PathLike[str] | None = None
+) -> tuple[DrafterKind | None, str]:
     """The row of DRAFTERS (None for a Drafter object) and the drafter's name.
 
+    Args:
+        draft: a draft model or a folder of heads, as the user named it.
+
     Raises:
-        OptionError: an unknown name, or a draft model needed and not given.
+        OptionError: an unknown name, or a drafter that needs another ``draft``.
     """
     if drafter is None or (isinstance(drafter, str) and drafter == AUTO):
-        drafter = "hybrid" if has_draft else "suffix"
+        drafter = "suffix" if draft is None else kind_of(draft) or "hybrid"
     if not isinstance(drafter, str):
         if not callable(getattr(drafter, "propose", None)):
             raise OptionError(
@@ -197,13 +254,29 @@ def choose_drafter(drafter: str | Drafter | None, *, has_draft: bool) -> tuple[D
         return None, drafter.name
     if drafter not in DRAFTERS:
         raise OptionError(f"drafter is {drafter!r}; it must be auto or one of {', '.join(DRAFTERS)}")
-    if DRAFTERS[drafter].needs_draft and not has_draft:
-        raise OptionError(f"drafter {drafter!r} needs a draft model; name one with --draft, or use --drafter suffix")
-    return DRAFTERS[drafter], drafter
+    kind = DRAFTERS[drafter]
+    if kind.needs_draft and draft is None:
+        raise OptionError(
+            f"drafter {drafter!r} needs {READ[kind.reads]}; name it with --draft, or use --drafter suffix"
+        )
+    if kind.needs_draft and draft is not None and not fits(kind, draft):
+        raise OptionError(
+            f"drafter {drafter!r} needs {READ[kind.reads]}, and {str(draft)!r} is {READ[kind_of(draft) or 'model']}; "
+            "leave out --drafter, or name another with --draft"
+        )
+    return kind, drafter
 
 
-def reason_for(name: str, drafter: Drafter | None, draft: Loaded | None) -> str:
+def fits(kind: DrafterKind, draft: str | os.PathLike[str]) -> bool:
+    """Whether a drafter reads what the user named; what lies on a hub may be anything."""
+    found = kind_of(draft)
+    return kind.reads == (found or "model") or (found is None and not Path(draft).exists())
+
+
+def reason_for(name: str, drafter: Drafter | None, draft: Loaded | Heads | None) -> str:
     """What ``auto`` chose and why, in a line."""
+    if isinstance(draft, Heads):
+        return f"drafter {name}: {draft.name} holds heads of this kind, trained to guess what the model says next"
     if draft is None:
         return f"drafter {name}: no draft model was given, so guesses come from the text itself"
     slow = getattr(drafter, "slow", drafter)

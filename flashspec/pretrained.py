@@ -157,19 +157,17 @@ def _cheapened(network: Any, tokenizer: Tokenizer, cheaper: _Cheaper) -> dict[st
         cut_head(network, frequent_tokens(tokenizer, cheaper.vocab, size))
         layers["vocab"] = cheaper.vocab
     if cheaper.bits is not None:
-        layers |= quantise_linears(network, cheaper.bits, kernel=_quantising_kernel(cache_folder() / "kernels"))
+        layers |= quantise_linears(network, cheaper.bits, kernel=quantising_kernel(cache_folder() / "kernels"))
     return layers
 
 
 def rounds_to_int8(dtype: str | None, device: torch.device, *, pack: bool) -> bool:
     """Whether a draft model's linear layers are rounded to int8, where nothing else was asked for."""
-    return (
-        pack and dtype is None and device.type == "cpu" and _quantising_kernel(cache_folder() / "kernels") is not None
-    )
+    return pack and dtype is None and device.type == "cpu" and quantising_kernel(cache_folder() / "kernels") is not None
 
 
 @cache  # it starts the compiler to ask its version, and checks the kernel's numbers
-def _quantising_kernel(folder: Path) -> Any:
+def quantising_kernel(folder: Path) -> Any:
     from flashspec.backends.quantised import compiled
 
     return compiled(folder)

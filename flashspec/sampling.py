@@ -77,14 +77,20 @@ def largest_probability(logits: Tensor, temperature: float = 0.0) -> float:
     return float((row.max() - torch.logsumexp(row, -1)).exp())
 
 
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether ``adjust`` may have something to do."""
+    named = params.logit_bias or params.bad_tokens or params.allowed_tokens is not None
+    return bool(named or params.has_penalties or params.min_tokens)
+
+
 def adjust(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
     """Bias, bans and penalties, each row with its own history; the input is left alone."""
     params = seq.sampling
+    if not changes_logits(params):
+        return logits
     banned = set(params.bad_tokens)
     short = [seq.num_output_tokens < params.min_tokens]
     short += [seq.num_output_tokens + depth + 1 < params.min_tokens for depth in depths(draft.parents)]
-    if not (params.logit_bias or banned or params.allowed_tokens is not None or params.has_penalties or any(short)):
-        return logits
     logits = logits.clone()
     vocab, device = logits.shape[-1], logits.device
     if params.has_penalties:

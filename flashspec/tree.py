@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence as Seq
 
 from flashspec.core import ROOT, Draft
@@ -13,6 +14,11 @@ def depths(parents: Seq[int]) -> list[int]:
     for parent in parents:
         found.append(0 if parent == ROOT else found[parent] + 1)
     return found
+
+
+def height(parents: Seq[int]) -> int:
+    """Nodes on the longest path; what a chain's length is."""
+    return max(depths(parents), default=-1) + 1
 
 
 def paths(parents: Seq[int]) -> list[list[int]]:
@@ -29,6 +35,34 @@ def children(parents: Seq[int]) -> dict[int, list[int]]:
     for node, parent in enumerate(parents):
         found.setdefault(parent, []).append(node)
     return found
+
+
+def best_first(levels: Seq[Seq[float]], budget: int) -> tuple[list[int], list[int]]:
+    """The tree of at most ``budget`` nodes that is expected to have most of them accepted.
+
+    Args:
+        levels: chances of the candidates at each depth, likeliest first, whatever stands above them.
+
+    Returns:
+        parents, and each node's number among the candidates of its depth; the likeliest path first.
+    """
+    parents: list[int] = []
+    ranks: list[int] = []
+    # less its chance, order of finding, depth, rank, parent, the chance of the parent
+    heap = [(-levels[0][0], 0, 0, 0, ROOT, 1.0)] if levels and levels[0] else []
+    found = 0
+    while heap and len(parents) < budget:
+        chance, _, depth, rank, parent, above = heapq.heappop(heap)
+        node = len(parents)
+        parents.append(parent)
+        ranks.append(rank)
+        if rank + 1 < len(levels[depth]):
+            found += 1
+            heapq.heappush(heap, (-above * levels[depth][rank + 1], found, depth, rank + 1, parent, above))
+        if depth + 1 < len(levels) and levels[depth + 1]:
+            found += 1
+            heapq.heappush(heap, (chance * levels[depth + 1][0], found, depth + 1, 0, node, -chance))
+    return parents, ranks
 
 
 def prefix(draft: Draft, length: int) -> Draft:

@@ -55,6 +55,7 @@ class HFTarget:
         self.model = model
         self.vocab_size: int = config.vocab_size
         self.max_length: int = _positions(config)
+        self.num_layers = len(windows)
         self.eos_tokens = eos_tokens(model)
         self.forward_seconds = 0.0
         self._windows = dict(zip(_layer_types(config, windows), windows, strict=True))
@@ -69,7 +70,9 @@ class HFTarget:
     # the Target protocol
 
     @torch.inference_mode()
-    def score(self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False) -> list[Score]:
+    def score(
+        self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False, features: Seq[int] = ()
+    ) -> list[Score]:
         """See ``core.Target``. Prompts run alone and in chunks, everything else in one ragged forward.
 
         Raises:
@@ -80,7 +83,7 @@ class HFTarget:
         found: dict[int, Score] = {}
         short = sorted((i for i in range(len(seqs)) if len(feeds[i].unseen) <= LONG), key=lambda i: feeds[i].row)
         for group in [short] * bool(short) + [[i] for i in range(len(seqs)) if len(feeds[i].unseen) > LONG]:
-            for index, score in zip(group, self._forward([feeds[i] for i in group], hidden=hidden), strict=True):
+            for index, score in zip(group, self._forward([feeds[i] for i in group], hidden, features), strict=True):
                 found[index] = score
         for seq, feed in zip(seqs, feeds, strict=True):
             self._bases[seq] = self._cache.lengths[feed.row]
@@ -114,6 +117,23 @@ class HFTarget:
         logits: Tensor = output.logits[0, -1, : self.vocab_size]
         return logits.float()
 
+    @torch.inference_mode()
+    def hidden_states(self, texts: Seq[list[int]], layers: Seq[int]) -> list[Tensor]:
+        """Of whole texts, by a forward without a cache: what goes into layers ``layers``, [tokens, layers * d] each.
+
+        The number of layers itself stands for what the output embedding reads.
+        """
+        longest = max(map(len, texts))
+        ids = [text + [0] * (longest - len(text)) for text in texts]
+        mask = [[1] * len(text) + [0] * (longest - len(text)) for text in texts]
+        device = self.model.device
+        output = self.model.base_model(
+            input_ids=torch.tensor(ids, device=device), attention_mask=torch.tensor(mask, device=device),
+            output_hidden_states=list(layers), use_cache=False,
+        )  # fmt: skip
+        states = torch.cat([output.hidden_states[layer] for layer in layers], -1).float()
+        return [states[row, : len(text)] for row, text in enumerate(texts)]
+
     # forwards
 
     def _row(self, seq: Sequence) -> int:
@@ -129,29 +149,35 @@ class HFTarget:
         self._cache.lengths[row] = min(self._cache.lengths[row], len(seq) - 1)
         return Feed(row, seq.tokens[self._cache.lengths[row] :], draft)
 
-    def _forward(self, feeds: list[Feed], *, hidden: bool) -> list[Score]:
+    def _forward(self, feeds: list[Feed], hidden: bool, features: Seq[int]) -> list[Score]:
+        read: list[Tensor] = []  # features of the chunks before
         if len(feeds) == 1:
-            feeds = [self._prefill(feeds[0])]
+            feeds = [self._prefill(feeds[0], features, read)]
         wanted = 1 + max(len(feed.draft) for feed in feeds)
-        logits, states = self._run(feeds, wanted=wanted, hidden=hidden)
+        logits, states, inner = self._run(feeds, wanted=wanted, hidden=hidden, features=features)
         scores = []
         for index, feed in enumerate(feeds):
             start = wanted - len(feed.draft) - 1
-            scores.append(Score(logits[index, start:], None if states is None else states[index, start:]))
+            found = torch.cat([*read, inner[index, -len(feed) :]]) if inner is not None else None
+            scores.append(Score(logits[index, start:], None if states is None else states[index, start:], found))
             self._cache.lengths[feed.row] += len(feed.unseen)
         return scores
 
-    def _prefill(self, feed: Feed) -> Feed:
-        """Run all but the last chunk of a long prompt; what is left to feed."""
+    def _prefill(self, feed: Feed, features: Seq[int], read: list[Tensor]) -> Feed:
+        """Run all but the last chunk of a long prompt, adding its features to ``read``; what is left to feed."""
         unseen = feed.unseen
         while len(unseen) > PREFILL_CHUNK:
-            self._run([Feed(feed.row, unseen[:PREFILL_CHUNK], EMPTY)], wanted=1, hidden=False)
+            chunk = Feed(feed.row, unseen[:PREFILL_CHUNK], EMPTY)
+            inner = self._run([chunk], wanted=1, hidden=False, features=features)[2]
+            read += [] if inner is None else [inner[0]]
             self._cache.lengths[feed.row] += PREFILL_CHUNK
             unseen = unseen[PREFILL_CHUNK:]
         return Feed(feed.row, unseen, feed.draft)
 
-    def _run(self, feeds: list[Feed], *, wanted: int, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        """Logits [rows, wanted, vocab] float32 and hidden states [rows, wanted, d] of the last positions."""
+    def _run(
+        self, feeds: list[Feed], *, wanted: int, hidden: bool, features: Seq[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits [rows, wanted, vocab] float32, hidden states [rows, wanted, d], features [rows, m, layers * d]."""
         device, dtype = self.model.device, self.model.dtype
         prepared = self._cache.prepare(feeds, device=device)
         masks = {kind: additive_mask(prepared, window=window, dtype=dtype) for kind, window in self._windows.items()}
@@ -161,7 +187,7 @@ class HFTarget:
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             self._cache_name: self._cache,
             "use_cache": True,
-            "output_hidden_states": hidden,
+            "output_hidden_states": [*features, *[self.num_layers] * hidden] or False,
         }
         if self._can_skip_logits:
             arguments["logits_to_keep"] = wanted
@@ -176,8 +202,9 @@ class HFTarget:
         if device.type == "cuda":  # or the time shows up where the result is first read
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
-        states = output.hidden_states[-1][:, -wanted:].float() if hidden else None
-        return output.logits[:, -wanted:, : self.vocab_size].float(), states
+        states = output.hidden_states[self.num_layers][:, -wanted:].float() if hidden else None
+        inner = torch.cat([output.hidden_states[i] for i in features], -1).float() if features else None
+        return output.logits[:, -wanted:, : self.vocab_size].float(), states, inner
 
 
 # which models

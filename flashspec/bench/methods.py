@@ -18,8 +18,9 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams, SpecStats
 from flashspec.costs import CostCurve
 from flashspec.engine import LocalEngine, Result
-from flashspec.loader import DRAFTERS, choose_drafter
+from flashspec.loader import DRAFTERS, choose_drafter, fits
 from flashspec.pretrained import Loaded
+from flashspec.trained import Heads
 
 PLAIN = "none"
 HF_PLAIN = "hf_generate"
@@ -71,35 +72,51 @@ class Method:
         return f"{self.drafter}{f' {self.draft}' if self.draft else ''}{length}"
 
 
+def pairs_of(drafters: Seq[str], drafts: Seq[str]) -> list[tuple[str, str | None]]:
+    """Drafters by name, plain decoding first, each with each of the drafts that it reads; ``auto`` is one of them.
+
+    Raises:
+        OptionError: an unknown drafter, or one that reads none of the drafts.
+    """
+    found: list[tuple[str, str | None]] = [(PLAIN, None)]
+    for name in drafters:
+        if name == AUTO:
+            found += [(choose_drafter(AUTO, draft=draft)[1], draft) for draft in drafts] or [("suffix", None)]
+            continue
+        able = [draft for draft in drafts if name in DRAFTERS and fits(DRAFTERS[name], draft)]
+        kind, _ = choose_drafter(name, draft=next(iter([*able, *drafts]), None))
+        assert kind is not None
+        found += [(name, draft) for draft in able] if kind.needs_draft else [(name, None)]
+    return list(dict.fromkeys(found))
+
+
 def engine_methods(
-    drafters: Seq[str],
+    pairs: Seq[tuple[str, str | None]],
     lengths: Seq[int | str],
     loaded: Loaded,
-    drafts: Seq[Loaded],
+    drafts: Mapping[str, Loaded | Heads],
     curves: Curves,
     *,
     max_batch: int,
 ) -> list[Method]:
-    """Plain decoding, then each drafter (each draft model) with each draft length.
+    """Each drafter with its draft and each draft length.
 
     Args:
-        curves: costs of the target and of each draft model, for ``auto``.
+        curves: costs of the target and of each draft, for ``auto``.
     """
     methods = []
-    names = [choose_drafter(name, has_draft=bool(drafts))[1] for name in drafters]  # "auto" is one of them
-    for name in dict.fromkeys([PLAIN, *names]):
+    for name, path in pairs:
         kind = DRAFTERS[name]
-        for draft in drafts if kind.needs_draft else [None]:
-            for length in lengths if name != PLAIN else [0]:
-                if name != PLAIN and length == 0:
-                    continue
-                drafter, own = kind.make(loaded, draft), draft.name if draft else None
-                limit = int(length) if length != AUTO else kind.controller(curves[None], curves[own] if own else None)
-                engine = LocalEngine(
-                    loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit,
-                    max_batch=max_batch,
-                )  # fmt: skip
-                methods.append(Method(name, length, _engine_run(engine), own))
+        for length in lengths if name != PLAIN else [0]:
+            if name != PLAIN and length == 0:
+                continue
+            drafter = kind.make(loaded, drafts[path] if path is not None else None)
+            own = drafts[path].name if path is not None else None
+            limit = int(length) if length != AUTO else kind.controller(curves[None], curves[own] if own else None)
+            engine = LocalEngine(
+                loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit, max_batch=max_batch
+            )
+            methods.append(Method(name, length, _engine_run(engine), own))
     return methods
 
 

@@ -26,6 +26,7 @@ from flashspec.bench.methods import (
     engine_methods,
     hf_methods,
     llamacpp_methods,
+    pairs_of,
 )
 from flashspec.bench.prompts import Task, read_prompts, tasks_of
 from flashspec.bench.rows import Condition, difference_line, rows_of, table
@@ -33,11 +34,13 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
-from flashspec.loader import choose_drafter, cost_curve
+from flashspec.heads.files import kind_of
+from flashspec.loader import DRAFTERS, cost_curve, draft_curve
 from flashspec.machine import machine
 from flashspec.pretrained import Loaded, backend_of, load_model, load_plain
 from flashspec.report import check_report, write_report
 from flashspec.scheduler import check_draft_length
+from flashspec.trained import Heads, load_heads
 from flashspec.weights import gguf_file
 
 RUNS = "runs.jsonl"  # in the report's folder
@@ -144,8 +147,7 @@ def measured(options: BenchOptions, screen: Console) -> dict[str, Any]:
 
 def check_options(options: BenchOptions) -> None:
     """Raise OptionError for what cannot be measured, before anything is loaded."""
-    for name in options.drafters:
-        choose_drafter(name, has_draft=bool(options.drafts))
+    pairs_of(options.drafters, options.drafts)
     for length in options.num_speculative_tokens:
         check_draft_length(length, or_auto=True)
     for name in ("batch", "temperature", "num_speculative_tokens"):
@@ -165,20 +167,28 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
         load_model, device=options.device, trust_remote_code=options.trust_remote_code, progress=say,
         pack=options.pack, threads=options.threads, gpu_layers=options.gpu_layers,
     )  # fmt: skip
-    kinds = [choose_drafter(name, has_draft=bool(options.drafts))[0] for name in options.drafters]
-    drafts = options.drafts if any(kind is not None and kind.needs_draft for kind in kinds) else []
-    theirs = their_methods(options, drafts, say) if options.hf else []
+    pairs = pairs_of(options.drafters, options.drafts)
+    used = list(dict.fromkeys(draft for _, draft in pairs if draft is not None))
+    models = [draft for draft in used if kind_of(draft) is None]
+    theirs = their_methods(options, models, say) if options.hf else []
     loaded = read(options.model, dtype=options.dtype, backend=options.backend)
-    small = [
-        read(draft, is_draft=True, dtype=options.draft_dtype or options.dtype, backend=options.draft_backend,
-             vocab=options.draft_vocab)
-        for draft in drafts
-    ]  # fmt: skip
+    drafts: dict[str, Loaded | Heads] = {
+        draft: read(draft, is_draft=True, dtype=options.draft_dtype or options.dtype, backend=options.draft_backend,
+                    vocab=options.draft_vocab)
+        for draft in models
+    }  # fmt: skip
+    for name, draft in pairs:
+        if draft is not None and draft not in models:
+            drafts[draft] = load_heads(draft, name, loaded, dtype=options.draft_dtype, pack=options.pack, progress=say)
     lengths, largest = options.num_speculative_tokens, max(options.batch)
     curves: dict[str | None, CostCurve] = {None: cost_curve(loaded, max_rows=largest, progress=say)}
-    curves |= {draft.name: cost_curve(draft, max_rows=largest, is_draft=True, progress=say) for draft in small}
-    ours = engine_methods(options.drafters, lengths, loaded, small, curves, max_batch=largest)
-    return loaded, ours + theirs, curves
+    for name, path in pairs:
+        if path is not None:
+            drafter = DRAFTERS[name].make(loaded, drafts[path]) if path not in models else None
+            curve = draft_curve(drafter, drafts[path], max_rows=largest, progress=say)
+            assert curve is not None
+            curves[drafts[path].name] = curve
+    return loaded, engine_methods(pairs, lengths, loaded, drafts, curves, max_batch=largest) + theirs, curves
 
 
 def their_methods(options: BenchOptions, drafts: list[str], say: Callable[[str], None]) -> list[Method]:

@@ -31,7 +31,7 @@ def run_tune(options: BenchOptions, out: Path, screen: Console, *, force: bool =
     """
     if out.exists() and not force:
         raise OptionError(f"{out} exists; give --force to replace it, or another name with --out")
-    drafters = [PLAIN, "suffix", *(["hybrid"] if options.drafts else [])]
+    drafters = [PLAIN, "suffix", *([AUTO] if options.drafts else [])]
     results = measured(replace(options, drafters=drafters), screen)
     if options.report is not None:
         write_report(results, options.report)

@@ -10,11 +10,11 @@ import typer
 from rich.markup import escape
 
 import flashspec
-from flashspec.cli import doctor, generate, measure, plan
+from flashspec.cli import doctor, generate, measure, plan, train
 from flashspec.cli.options import app, screen
 from flashspec.errors import FlashSpecError
 
-__all__ = ["app", "doctor", "generate", "main", "measure", "plan", "screen"]
+__all__ = ["app", "doctor", "generate", "main", "measure", "plan", "screen", "train"]
 
 
 def main() -> None:

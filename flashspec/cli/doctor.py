@@ -99,17 +99,22 @@ def _case(
     """Models, drafter and costs, loaded as ``flashspec.load`` does; another vocabulary is no error here."""
     from flashspec.bench.prompts import read_prompts, tasks_of
     from flashspec.doctor import Case
-    from flashspec.loader import choose_drafter, cost_curve
-    from flashspec.pretrained import load_model
+    from flashspec.heads.files import kind_of
+    from flashspec.loader import choose_drafter, cost_curve, draft_curve
+    from flashspec.pretrained import Loaded, load_model
+    from flashspec.trained import Heads, load_heads
 
     if drafter in (None, AUTO):  # what can be examined: "hybrid" is made of these
-        drafter = "model" if draft is not None else "ngram"
-    kind, _ = choose_drafter(drafter, has_draft=draft is not None)
+        drafter = "ngram" if draft is None else kind_of(draft) or "model"
+    kind, _ = choose_drafter(drafter, draft=draft)
     assert kind is not None
     texts = {prompts: read_prompts(prompts, NUM_PROMPTS)} if prompts is not None else {}
     read = partial(load_model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=say)
     target = read(model)
-    small = read(draft, is_draft=True) if kind.needs_draft else None
+    small: Loaded | Heads | None = None
+    if draft is not None and kind.needs_draft:
+        is_model = kind.reads == "model"
+        small = read(draft, is_draft=True) if is_model else load_heads(draft, kind.reads, target, progress=say)
     tasks = tasks_of(texts, target, max_tokens=sampling.max_tokens)
     try:
         guesser = kind.make(target, small)
@@ -117,11 +122,11 @@ def _case(
         guesser = None
     return Case(
         target=target,
-        draft=small,
+        draft=small if isinstance(small, Loaded) else None,
         drafter=guesser,
         sampling=sampling,
         cost=cost_curve(target, max_rows=batch, progress=say),
-        draft_cost=cost_curve(small, max_rows=batch, is_draft=True, progress=say) if small is not None else None,
+        draft_cost=draft_curve(guesser, small, max_rows=batch, progress=say),
         prompts=[ids for task in tasks for _, ids in task.prompts] if tasks else None,
         batch=batch,
     )

@@ -35,12 +35,15 @@ SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logi
 
 # One option, one line: the commands share these.
 Model = Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file. Without it: SmolLM2-135M-Instruct.")]
-DraftModel = Annotated[str | None, typer.Option("--draft", help="A small model; its tokenizer may be another.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option("--draft", help="A small model, whose tokenizer may be another; or a folder of heads."),
+]
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        "--drafter", metavar="auto|none|ngram|suffix|model|translated|hybrid",
-        help="auto: hybrid with --draft, else suffix.", show_default=False,
+        "--drafter", metavar="auto|none|ngram|suffix|model|translated|hybrid|medusa|eagle3",
+        help="auto: hybrid with a draft model, the heads' own kind with heads, else suffix.", show_default=False,
     ),
 ]  # fmt: skip
 Backend = Annotated[str, typer.Option(metavar="auto|torch|llamacpp", help="llamacpp runs a .gguf as it is.")]

@@ -84,7 +84,7 @@ class Witness(Drafter):
 
     def __init__(self, drafter: Drafter, model: Target | None, vocab_size: int) -> None:
         self.drafter, self.model, self.vocab_size = drafter, model, vocab_size
-        self.name, self.needs_hidden = drafter.name, drafter.needs_hidden
+        self.name, self.needs_hidden, self.feature_layers = drafter.name, drafter.needs_hidden, drafter.feature_layers
         self.run = Run(drafter=drafter.name)
         self._before: dict[str, Sequence] = {}  # as they were when the drafts were made
 

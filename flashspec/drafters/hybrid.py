@@ -39,6 +39,7 @@ class HybridDrafter(Drafter):
     def __init__(self, quick: Drafter, slow: Drafter) -> None:
         self.quick, self.slow = quick, slow
         self.needs_hidden = quick.needs_hidden or slow.needs_hidden
+        self.feature_layers = slow.feature_layers or quick.feature_layers
         self._rule: HybridRule | None = None
 
     @property

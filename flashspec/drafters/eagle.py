@@ -1,0 +1,196 @@
+"""An EAGLE-3 head as a drafter: it reads the target's inner states as it goes, and its own where there are none yet.
+
+It keeps keys and values of what it has read, one pair (states of token t, token t + 1) for each token; those of
+guesses are forgotten at the end of a round and read again from the target's own states, which alone are true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from flashspec.cache import Feed, SlotCache, additive_mask
+from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, is_drawn
+from flashspec.drafters.medusa import checked_width
+from flashspec.heads.eagle import EagleHead, rotated
+
+READ_CHUNK = 512  # pairs read in one forward
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """What is held of one sequence."""
+
+    seq: Sequence
+    pending: list[Tensor] = field(default_factory=list)  # features [m, layers * d] that were not read yet
+    num_known: int = 0  # tokens whose features came, read or not
+    num_read: int = 0
+    output: Tensor | None = None  # [d] of the last pair read
+    is_lost: bool = False  # features are missing: nothing can be drafted for it any more
+
+
+@dataclass(slots=True)
+class _Round:
+    """One sequence's tree and what the head was fed of it."""
+
+    row: _Row
+    growth: Growth
+    fed: list[int] = field(default_factory=list)  # nodes, in the order they were fed
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # node -> [d]
+
+    def draft(self) -> Draft:
+        """The fed nodes as a tree of their own."""
+        place = {node: i for i, node in enumerate(self.fed)}
+        parents = [place.get(self.growth.parents[node], -1) for node in self.fed]
+        return Draft([self.growth.tokens[node] for node in self.fed], parents)
+
+
+class EagleDrafter(Drafter):
+    """Drafts from an EAGLE-3 head.
+
+    Args:
+        head: on the target's device.
+        max_length: positions of the target.
+        width: nodes followed at each depth and guesses after each; 1 drafts chains.
+        siblings: see ``MedusaDrafter``.
+
+    Raises:
+        OptionError: ``width`` out of range.
+    """
+
+    name = "eagle3"
+
+    def __init__(self, head: EagleHead, *, max_length: int, width: int = 1, siblings: Siblings = "auto") -> None:
+        self.head, self.max_length = head, max_length
+        self.feature_layers = head.config.feature_layers
+        self.width, self.siblings = checked_width(width), siblings
+        self.vocabulary = Vocabulary(head.config.layer.vocab_size, head.tokens)
+        self._cache = SlotCache(num_layers=1, max_length=max_length + READ_CHUNK)
+        self._rows: list[_Row] = []  # in the order of the cache's
+        self._known: dict[str, _Row] = {}  # features came, but nothing was drafted yet
+
+    # the Drafter protocol
+
+    @torch.inference_mode()
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """Read what is new, then one batched forward for each depth."""
+        rounds: dict[int, _Round] = {}
+        for i, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
+            row = self._known.get(seq.id)
+            budget = min(budget, self.max_length - len(seq))
+            if row is not None and budget > 0 and not row.is_lost:
+                drawn = is_drawn(self.siblings, self.width)
+                growth = Growth(seq, budget, self.vocabulary, self.width, drawn, rule=self.rule)
+                rounds[i] = _Round(row, growth)
+        self._read([one.row for one in rounds.values()])
+        live = list(rounds.values())
+        for one in live:
+            assert one.row.output is not None
+            one.growth.expand(self.head.logits(one.row.output[None]).float())
+        while live := [one for one in live if one.growth.frontier]:
+            self._advance(live)
+        return [rounds[i].growth.draft(self.name) if i in rounds else EMPTY for i in range(len(seqs))]
+
+    def backlog(self, seq: Sequence) -> int:
+        row = self._known.get(seq.id)
+        return row.num_known - row.num_read if row is not None else 0
+
+    def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
+        """Take the features of what was accepted."""
+        for seq, draft, verdict, score in zip(seqs, drafts, verdicts, scores, strict=True):
+            assert score.features is not None
+            row = self._known.setdefault(seq.id, _Row(seq))
+            unseen = len(score.features) - len(draft)
+            kept = [*range(unseen), *(unseen + node for node in verdict.accepted)]
+            features = score.features if len(kept) == len(score.features) else score.features[kept]
+            row.pending.append(features)
+            row.num_known += len(kept)
+            if not seq.is_finished and row.num_known != len(seq) - 1:
+                row.is_lost = True  # a step that failed, say, whose features never came
+
+    def forget(self, seq: Sequence) -> None:
+        row = self._known.pop(seq.id, None)
+        if row is None or row not in self._rows:
+            return
+        at = self._rows.index(row)
+        if self._cache.close_row(at) is not None:
+            self._rows[at] = self._rows[-1]
+        self._rows.pop()
+
+    @torch.inference_mode()
+    def dry_run(self, width: int) -> None:
+        """Read ``width`` pairs of nothing and guess once, for whoever measures what it costs."""
+        seq = Sequence("dry run", [0] * (width + 1), width)
+        row = self._known[seq.id] = _Row(seq, num_known=width)
+        size = len(self.feature_layers) * self.head.config.target_hidden_size
+        row.pending.append(torch.zeros(width, size, device=self.head.device))
+        try:
+            self._read([row])
+            assert row.output is not None
+            self.head.logits(row.output[None]).topk(self.width)
+        finally:
+            self.forget(seq)
+
+    # forwards
+
+    def _read(self, rows: Seq[_Row]) -> None:
+        """Feed all pairs whose features are there, chunk by chunk, the sequences side by side."""
+        for row in rows:
+            if row not in self._rows:
+                self._cache.open_row()
+                self._rows.append(row)
+        while waiting := [row for row in rows if row.num_read < row.num_known]:
+            waiting.sort(key=self._rows.index)
+            feeds, hidden = [], []
+            for row in waiting:
+                features = torch.cat(row.pending) if len(row.pending) > 1 else row.pending[0]
+                now, later = features[:READ_CHUNK], features[READ_CHUNK:]
+                row.pending = [later] if len(later) else []
+                start = row.num_read + 1
+                feeds.append(Feed(self._rows.index(row), row.seq.tokens[start : start + len(now)], EMPTY))
+                hidden.append(self.head.fuse(now))
+            for row, feed, output in zip(waiting, feeds, self._forward(feeds, hidden), strict=True):
+                row.output = output[-1]
+                row.num_read += len(feed)
+                self._cache.lengths[feed.row] = row.num_read
+
+    def _advance(self, live: Seq[_Round]) -> None:
+        """Feed the newest nodes of each tree, and let them grow."""
+        live = sorted(live, key=lambda one: self._rows.index(one.row))
+        feeds, hidden = [], []
+        for one in live:
+            stored = len(one.fed)
+            one.fed += one.growth.frontier
+            feeds.append(Feed(self._rows.index(one.row), [], one.draft(), stored))
+            above = [self._above(one, node) for node in one.growth.frontier]
+            hidden.append(self.head.fed_back(torch.stack(above)))
+        for one, output in zip(live, self._forward(feeds, hidden), strict=True):
+            one.outputs |= dict(zip(one.growth.frontier, output, strict=True))
+            one.growth.expand(self.head.logits(output).float())
+
+    def _above(self, one: _Round, node: int) -> Tensor:
+        """The output at a node's parent, which stands for the target's states there."""
+        found = one.outputs.get(one.growth.parents[node], one.row.output)
+        assert found is not None
+        return found
+
+    def _forward(self, feeds: list[Feed], hidden: list[Tensor]) -> list[Tensor]:
+        """Outputs [m, d] of each feed's tokens, which go with ``hidden`` [m, d] each."""
+        head, device = self.head, self.head.device
+        prepared = self._cache.prepare(feeds, device=device)
+        m = prepared["input_ids"].shape[1]
+        states = torch.stack([nn.functional.pad(part, (0, 0, m - len(part), 0)) for part in hidden])
+        residual, (q, k, v) = head.midlayer.begin(head.embed_tokens(prepared["input_ids"]), states)
+        cos, sin = head.positions(states, prepared["position_ids"])
+        keys, values = self._cache.update(rotated(k, cos, sin), v, 0)
+        mask = additive_mask(prepared, window=None, dtype=states.dtype)
+        groups = q.shape[1] // keys.shape[1]
+        attended = nn.functional.scaled_dot_product_attention(
+            rotated(q, cos, sin), keys, values, attn_mask=mask, enable_gqa=groups > 1
+        )
+        output = head.midlayer.finish(residual, attended)
+        return [output[row, m - len(part) :] for row, part in enumerate(hidden)]
