@@ -16,6 +16,7 @@ from flashspec.controller import AUTO, Controller
 from flashspec.core import Drafter
 from flashspec.costs import CostCurve
 from flashspec.drafters.eagle import EagleDrafter
+from flashspec.drafters.growth import checked_width
 from flashspec.drafters.hybrid import HybridDrafter
 from flashspec.drafters.medusa import MedusaDrafter
 from flashspec.drafters.model import ModelDrafter
@@ -48,6 +49,7 @@ class DrafterKind:
 
     make: Callable[[Loaded, Any], Drafter | None]  # of the target and of what it reads
     reads: Literal["nothing", "model", "medusa", "eagle3"] = "nothing"  # what --draft has to be
+    drafts_trees: bool = False  # of a width that can be chosen
     controller: Callable[[CostCurve, CostCurve | None], AnyController] = Controller
 
     @property
@@ -94,15 +96,15 @@ DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind(lambda target, draft: None),
     "ngram": DrafterKind(lambda target, draft: NGramDrafter(), controller=QuickController),
     "suffix": DrafterKind(lambda target, draft: SuffixDrafter(), controller=QuickController),
-    "model": DrafterKind(_same_vocabulary, reads="model"),
+    "model": DrafterKind(_same_vocabulary, reads="model", drafts_trees=True),
     "translated": DrafterKind(_translated, reads="model"),
     "hybrid": DrafterKind(
         lambda target, draft: HybridDrafter(SuffixDrafter(), draft_model(target, draft)),
         reads="model",
         controller=HybridController,
     ),
-    "medusa": DrafterKind(_medusa, reads="medusa", controller=HeadsController),
-    "eagle3": DrafterKind(_eagle, reads="eagle3"),
+    "medusa": DrafterKind(_medusa, reads="medusa", drafts_trees=True, controller=HeadsController),
+    "eagle3": DrafterKind(_eagle, reads="eagle3", drafts_trees=True),
 }
 
 
@@ -116,6 +118,7 @@ def load(
     draft_backend: str = "auto",
     draft_dtype: str | None = None,
     draft_vocab: int | None = None,
+    draft_width: int | None = None,
     threads: int | None = None,
     gpu_layers: int = 0,
     device: str | None = None,
@@ -141,6 +144,8 @@ def load(
         draft_dtype: a draft model's own dtype, ``"int8"`` or ``"int4"`` on a CPU too; None for int8 on a CPU, else as
             ``dtype``.
         draft_vocab: a draft model guesses so many of the most frequent tokens only.
+        draft_width: guesses that a draft model or heads try at each place: 1 drafts chains, more draft trees; None for
+            what was found to pay.
         threads: of llama.cpp; None for torch's number.
         gpu_layers: layers that llama.cpp keeps on a GPU, -1 for all.
         device: ``"cpu"``, ``"cuda"``, ...; None for CUDA where there is one.
@@ -183,7 +188,7 @@ def load(
             kind, name = choose_drafter(AUTO)
     elif draft is not None:
         logger.warning("%s is not loaded: drafter is %r; leave that out for one that reads it", draft, name)
-    made = kind.make(loaded, small) if kind is not None else drafter
+    made = shaped(kind.make(loaded, small), draft_width) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
     length: int | AnyController = 0
     if made is not None and num_speculative_tokens == AUTO:
@@ -265,6 +270,21 @@ def choose_drafter(
             "leave out --drafter, or name another with --draft"
         )
     return kind, drafter
+
+
+def shaped(drafter: Drafter | None, width: int | None) -> Drafter | None:
+    """The drafter, told how wide its trees are to be.
+
+    Raises:
+        OptionError: a width out of range, or a drafter whose width cannot be chosen.
+    """
+    if width is None:
+        return drafter
+    if not hasattr(drafter, "width"):
+        trees = ", ".join(name for name, kind in DRAFTERS.items() if kind.drafts_trees)
+        raise OptionError(f"draft_width is {width}, and this drafter has none to choose; leave it out, or use {trees}")
+    drafter.width = checked_width(width)  # type: ignore[union-attr]
+    return drafter
 
 
 def fits(kind: DrafterKind, draft: str | os.PathLike[str]) -> bool:

@@ -8,16 +8,22 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 import flashspec
 from flashspec import cli
+from flashspec.heads.eagle import EagleConfig, EagleHead
+from flashspec.heads.files import write_eagle, write_medusa
+from flashspec.heads.medusa import MedusaHeads
 from flashspec.weights import default_model
 
 ROOT = Path(flashspec.__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]
-SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md"]
+SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md", "docs/heads.md"]
 REPLACED = {"--model", "--draft"}  # models that tests do not have: the default one stands in
 
 
@@ -29,6 +35,18 @@ def blocks(readme: str, language: str) -> list[str]:
 def commands() -> list[str]:
     lines = [line for name in SHOWING_COMMANDS for block in blocks(name, "sh") for line in block.splitlines()]
     return list(dict.fromkeys(line for line in lines if line.startswith("flashspec ")))
+
+
+def write_heads(folder: Path) -> None:
+    """Heads for the default model that guess next to nothing."""
+    tokens, base = torch.arange(64), "SmolLM2-135M-Instruct"
+    facts: dict[str, Any] = {"base": base, "accuracies": [0.0], "expected_length": 1.0}
+    if folder.name == "medusa":
+        write_medusa(MedusaHeads(576, 49152, num_heads=2, tokens=tokens), folder, **facts)
+    else:
+        layer = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=64, num_attention_heads=9)
+        config = EagleConfig(layer=layer, draft_vocab_size=64, target_hidden_size=576, feature_layers=(2, 15, 27))
+        write_eagle(EagleHead(config, tokens=tokens), folder, max_position_embeddings=8192, **facts)
 
 
 def table(readme: str) -> list[list[str]]:
@@ -50,18 +68,22 @@ def test_commands_run(
 ) -> None:
     """With the default model in place of named ones, and short answers."""
     words = shlex.split(command)
-    for flag in REPLACED & set(words):
+    monkeypatch.chdir(tmp_path)
+    for word in {word for word in words if word.startswith("heads/")}:
+        write_heads(tmp_path / word)
+    for flag in REPLACED & set(words) if not any(word.startswith("heads/") for word in words) else ():
         is_gguf = words[words.index(flag) + 1].endswith(".gguf")
         words[words.index(flag) + 1] = str(default_model() if is_gguf else smollm2_path)
-    for flag, value in (("--max-tokens", "6"), ("--limit", "1")):
+    shortened = {"--max-tokens": "8", "--epochs": "1"} if words[1] == "train" else {"--max-tokens": "6", "--limit": "1"}
+    for flag, value in shortened.items():
         if flag in words:
             words[words.index(flag) + 1] = value
-    monkeypatch.chdir(tmp_path)
     if "--config" in words:
         Path("flashspec.toml").write_text('drafter = "ngram"', encoding="utf-8")
     for word in words:
         if word.endswith(".jsonl"):
-            Path(word).write_text(json.dumps({"prompt": "1 2 3 1 2 3"}), encoding="utf-8")
+            lines = [json.dumps({"prompt": f"{i} 2 3 {i} 2 3"}) for i in range(24 if words[1] == "train" else 1)]
+            Path(word).write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", words)
     typed = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))

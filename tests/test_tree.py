@@ -1,14 +1,28 @@
-"""Draft geometry against naive definitions: walk up the parents, scan the whole array."""
+"""Draft geometry against naive definitions: walk up the parents, scan the whole array. Any tree through the engine."""
 
 from __future__ import annotations
 
-import torch
-from hypothesis import given, settings, strategies as st
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence as Seq
+from functools import cache, partial
 
-from flashspec.core import EMPTY, ROOT, Draft
-from flashspec.tree import children, depths, paths, prefix
+import numpy as np
+import pytest
+import torch
+from conftest import ScriptedDrafter, ToyTarget, plain_loop
+from hypothesis import given, settings, strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashspec.backends.hf import HFTarget
+from flashspec.core import EMPTY, ROOT, Draft, SamplingParams, Score, Sequence, SpecStats, Verdict
+from flashspec.engine import LocalEngine
+from flashspec.tree import best_first, children, depths, height, paths, prefix
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=150)
+ENGINE = settings(PROPERTY, max_examples=60)
 
 
 @st.composite
@@ -106,3 +120,156 @@ def test_the_empty_draft() -> None:
     assert Draft.chain([]) == EMPTY
     assert EMPTY.is_chain
     assert (depths([]), paths([]), children([])) == ([], [], {})
+
+@PROPERTY
+@given(parents_arrays())
+def test_height_is_the_longest_way_up(parents: list[int]) -> None:
+    assert height(parents) == max((len(climb(parents, node)) for node in range(len(parents))), default=0)
+
+
+# the best tree of a size
+
+Place = tuple[int, ...]  # a node by the ranks of the candidates from the root to it
+Levels = list[list[float]]
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Levels:
+    """Chances at each depth, likeliest first, ties and impossible ones among them."""
+    chance = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.floats(0, 1))
+    return [sorted(draw(st.lists(chance, max_size=3)), reverse=True) for _ in range(draw(st.integers(0, 4)))]
+
+
+def worth(levels: Levels, place: Place) -> float:
+    """The chance of a path."""
+    return math.prod(levels[depth][rank] for depth, rank in enumerate(place))
+
+
+def may_join(levels: Levels, tree: frozenset[Place], place: Place) -> bool:
+    """Whether there is such a candidate, and what has to stand before it does: its parent, the next likelier sibling."""
+    *above, rank = place
+    exists = len(place) <= len(levels) and rank < len(levels[len(above)])
+    return exists and (not above or tuple(above) in tree) and (rank == 0 or (*above, rank - 1) in tree)
+
+
+def trees_of(levels: Levels, size: int) -> set[frozenset[Place]]:
+    """All trees of so many nodes, or of as many as there are."""
+    trees = {frozenset[Place]()}
+    for _ in range(size):
+        longer = {
+            tree | {place}
+            for tree in trees
+            for above in [(), *tree]
+            for rank in range(3)
+            if (place := (*above, rank)) not in tree and may_join(levels, tree, place)
+        }
+        trees = longer or trees
+    return trees
+
+
+@PROPERTY
+@given(candidates(), st.integers(0, 6))
+def test_no_tree_of_its_size_is_expected_to_have_more_accepted(levels: Levels, budget: int) -> None:
+    parents, ranks = best_first(levels, budget)
+    places = [tuple(ranks[node] for node in climb(parents, at)) for at in range(len(parents))]
+    assert frozenset(places) in trees_of(levels, budget)
+    most = max(sum(worth(levels, place) for place in tree) for tree in trees_of(levels, budget))
+    assert sum(worth(levels, place) for place in places) == pytest.approx(most, abs=1e-12)
+    gains = [worth(levels, place) for place in places]
+    assert gains == sorted(gains, reverse=True), "the likeliest path comes first"
+
+
+# any tree through the whole engine
+
+VOCAB = 12
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+KINDS = {
+    "greedy": SamplingParams(max_tokens=18),
+    "greedy, penalties": SamplingParams(max_tokens=15, **PENALTIES, min_tokens=6),  # type: ignore[arg-type]
+    "coupled": SamplingParams(max_tokens=16, temperature=1.0, seed=3),
+    "coupled, cut": SamplingParams(max_tokens=13, temperature=1.2, seed=4, top_k=7, top_p=0.9, **PENALTIES),  # type: ignore[arg-type]
+}
+
+
+class Scribbler(ScriptedDrafter):
+    """Trees of any shape: right tokens at some nodes, siblings that say the same, more nodes than were asked for."""
+
+    def __init__(self, plans: list[list[int]], vocab_size: int, seed: int, most: int) -> None:
+        super().__init__(self._tree)
+        self.plans, self.vocab_size, self.most = plans, vocab_size, most
+        self.rng = random.Random(seed)
+        self.seen: list[tuple[Draft, Verdict]] = []
+
+    def _tree(self, tokens: list[int], budget: int) -> Draft:
+        plan = next(plan for plan in self.plans if plan[: len(tokens)] == tokens)
+        parents = [self.rng.randrange(ROOT, node) for node in range(self.rng.randint(0, self.most))]
+        right = self.rng.choice([0.0, 0.5, 0.8, 1.0])
+        return Draft([self._token(plan, len(tokens) + depth, right) for depth in depths(parents)], parents)
+
+    def _token(self, plan: list[int], position: int, right: float) -> int:
+        if position < len(plan) and self.rng.random() < right:
+            return plan[position]
+        return self.rng.randrange(min(self.vocab_size, 4))
+
+    def observe(
+        self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]
+    ) -> None:
+        self.seen += zip(drafts, verdicts, strict=True)
+
+
+@cache
+def tiny_llama() -> HFTarget:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=7,
+    )  # fmt: skip
+    return HFTarget(LlamaForCausalLM(config).eval())
+
+
+@cache
+def toy_target() -> ToyTarget:
+    return ToyTarget(VOCAB, eos=[7])
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5, 6, 5, 9]]
+
+
+@cache
+def plain(is_real: bool, kind: str) -> list[list[int]]:
+    """What the plain loop makes of each prompt."""
+    target = tiny_llama() if is_real else toy_target()
+
+    def logits(context: Seq[int]) -> np.ndarray:
+        if isinstance(target, ToyTarget):
+            return target.logits(context)
+        return np.asarray(target.plain_logits(list(context)).numpy())
+
+    return [plain_loop(logits, prompt, KINDS[kind], eos=[7]) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("is_real", [False, True], ids=["toy", "llama"])
+def test_any_tree_leaves_the_plain_loops_tokens(is_real: bool) -> None:
+    """In batches of unequal prompts and parameters, one after the other on one target."""
+    target, kinds, height_seen = tiny_llama() if is_real else toy_target(), Counter[str](), Counter[int]()
+
+    @(ENGINE if not is_real else settings(ENGINE, max_examples=30))
+    @given(
+        seed=st.integers(0, 2**32), most=st.integers(1, 14), k=st.integers(1, 9),
+        each=st.lists(st.sampled_from(list(KINDS)), min_size=3, max_size=3),
+        rows=st.permutations(range(3)), max_batch=st.integers(1, 3),
+    )  # fmt: skip
+    def check(seed: int, most: int, k: int, each: list[str], rows: list[int], max_batch: int) -> None:
+        expected = [plain(is_real, kind)[row] for kind, row in zip(each, rows, strict=True)]
+        prompts = [PROMPTS[row] for row in rows]
+        whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
+        drafter = Scribbler(whole, target.vocab_size, seed, most)
+        engine = LocalEngine(target, drafter, num_speculative_tokens=k, max_batch=max_batch)
+        results = engine.generate(prompts, [KINDS[kind] for kind in each])
+        assert [result.tokens for result in results] == expected
+        kinds.update(kind for result in results for kind in result.kinds)
+        height_seen.update(len(verdict.accepted) for _, verdict in drafter.seen)
+
+    check()
+    assert min(kinds[kind] for kind in ("accepted", "recovered", "bonus")) > 50, kinds
+    assert sum(count for length, count in height_seen.items() if length > 2) > 20, "paths deep inside of trees"

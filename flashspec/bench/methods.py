@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -18,7 +19,7 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams, SpecStats
 from flashspec.costs import CostCurve
 from flashspec.engine import LocalEngine, Result
-from flashspec.loader import DRAFTERS, choose_drafter, fits
+from flashspec.loader import DRAFTERS, choose_drafter, fits, shaped
 from flashspec.pretrained import Loaded
 from flashspec.trained import Heads
 
@@ -98,8 +99,9 @@ def engine_methods(
     curves: Curves,
     *,
     max_batch: int,
+    widths: Seq[int | None] = (None,),
 ) -> list[Method]:
-    """Each drafter with its draft and each draft length.
+    """Each drafter with its draft, each draft length and, where it drafts trees, each width of these.
 
     Args:
         curves: costs of the target and of each draft, for ``auto``.
@@ -107,16 +109,18 @@ def engine_methods(
     methods = []
     for name, path in pairs:
         kind = DRAFTERS[name]
-        for length in lengths if name != PLAIN else [0]:
+        wide = widths if kind.drafts_trees else [None]
+        for length, width in itertools.product(lengths if name != PLAIN else [0], wide):
             if name != PLAIN and length == 0:
                 continue
-            drafter = kind.make(loaded, drafts[path] if path is not None else None)
+            drafter = shaped(kind.make(loaded, drafts[path] if path is not None else None), width)
             own = drafts[path].name if path is not None else None
             limit = int(length) if length != AUTO else kind.controller(curves[None], curves[own] if own else None)
             engine = LocalEngine(
                 loaded.target, drafter, tokenizer=loaded.tokenizer, num_speculative_tokens=limit, max_batch=max_batch
             )
-            methods.append(Method(name, length, _engine_run(engine), own))
+            label = name if width is None else f"{name} w={width}"
+            methods.append(Method(label, length, _engine_run(engine), own))
     return methods
 
 

@@ -67,6 +67,7 @@ class BenchOptions:
     draft_backend: str = AUTO
     draft_dtype: str | None = None
     draft_vocab: int | None = None
+    draft_width: list[int | None] = field(default_factory=lambda: [None])
     threads: int | None = None
     gpu_layers: int = 0
     device: str | None = None
@@ -188,7 +189,8 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
             curve = draft_curve(drafter, drafts[path], max_rows=largest, progress=say)
             assert curve is not None
             curves[drafts[path].name] = curve
-    return loaded, engine_methods(pairs, lengths, loaded, drafts, curves, max_batch=largest) + theirs, curves
+    ours = engine_methods(pairs, lengths, loaded, drafts, curves, max_batch=largest, widths=options.draft_width)
+    return loaded, ours + theirs, curves
 
 
 def their_methods(options: BenchOptions, drafts: list[str], say: Callable[[str], None]) -> list[Method]:

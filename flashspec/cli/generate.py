@@ -27,6 +27,7 @@ from flashspec.cli.options import (
     DraftLength,
     DraftModel,
     DraftVocab,
+    DraftWidth,
     Dtype,
     FrequencyPenalty,
     GpuLayers,
@@ -94,6 +95,7 @@ def generate(
     draft_backend: DraftBackend = AUTO,
     draft_dtype: DraftDtype = None,
     draft_vocab: DraftVocab = None,
+    draft_width: DraftWidth = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = 0,
     device: Device = None,
@@ -119,6 +121,7 @@ def generate(
     engine = _load(
         model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
         backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
+        draft_width=draft_width,
         threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
         self_test=self_test, trust_remote_code=trust_remote_code,
     )  # fmt: skip
@@ -155,6 +158,7 @@ def chat(
     draft_backend: DraftBackend = AUTO,
     draft_dtype: DraftDtype = None,
     draft_vocab: DraftVocab = None,
+    draft_width: DraftWidth = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = 0,
     device: Device = None,
@@ -174,6 +178,7 @@ def chat(
     engine = _load(
         model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
         backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
+        draft_width=draft_width,
         threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip

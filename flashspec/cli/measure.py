@@ -65,6 +65,9 @@ def bench(
     draft_backend: DraftBackend = AUTO,
     draft_dtype: DraftDtype = None,
     draft_vocab: DraftVocab = None,
+    draft_width: Annotated[
+        str | None, typer.Option(help="Comma-separated: guesses tried at each place; 1 drafts chains, more trees.")
+    ] = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = 0,
     device: Device = None,
@@ -85,7 +88,8 @@ def bench(
         num_speculative_tokens=_split(num_speculative_tokens, draft_length, "num-speculative-tokens"),
         batch=_split(batch, int, "batch"), temperature=_split(temperature, float, "temperature"), repeat=repeat,
         limit=limit, max_tokens=max_tokens, ignore_eos=ignore_eos, hf=hf, report=report, backend=backend,
-        draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab, threads=threads,
+        draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
+        draft_width=_split(draft_width, int, "draft-width") if draft_width is not None else [None], threads=threads,
         gpu_layers=gpu_layers, device=device, dtype=dtype,
         pack=pack, trust_remote_code=trust_remote_code,
     )  # fmt: skip

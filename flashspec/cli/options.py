@@ -27,7 +27,7 @@ app = typer.Typer(
 screen = Console(stderr=True, highlight=False)
 DEFAULTS = SamplingParams()
 MODELS = (  # options that say how models are loaded, in every command that loads some
-    "backend", "draft_backend", "draft_dtype", "draft_vocab", "threads", "gpu_layers", "device", "dtype"
+    "backend", "draft_backend", "draft_dtype", "draft_vocab", "draft_width", "threads", "gpu_layers", "device", "dtype"
 )  # fmt: skip
 ENGINE = {"model", "draft", "drafter", "num_speculative_tokens", *MODELS}
 SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"}
@@ -52,6 +52,7 @@ DraftBackend = Annotated[
 ]
 DraftDtype = Annotated[str | None, typer.Option(help="Of the draft model: int8 or int4 too, on a CPU.")]
 DraftVocab = Annotated[int | None, typer.Option(help="The draft model guesses the N most frequent tokens only.")]
+DraftWidth = Annotated[int | None, typer.Option(help="Guesses tried at each place: 1 drafts chains, more trees.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Of llama.cpp. Default: torch's number.")]
 GpuLayers = Annotated[int, typer.Option(help="Layers that llama.cpp keeps on a GPU; -1: all.")]
 DraftLength = Annotated[

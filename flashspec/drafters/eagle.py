@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
-from flashspec.drafters.growth import Growth, Siblings, Vocabulary, is_drawn
-from flashspec.drafters.medusa import checked_width
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
 from flashspec.heads.eagle import EagleHead, rotated
 
 READ_CHUNK = 512  # pairs read in one forward
@@ -35,18 +34,11 @@ class _Row:
 
 @dataclass(slots=True)
 class _Round:
-    """One sequence's tree and what the head was fed of it."""
+    """One sequence's tree and what the head made of its nodes."""
 
     row: _Row
     growth: Growth
-    fed: list[int] = field(default_factory=list)  # nodes, in the order they were fed
     outputs: dict[int, Tensor] = field(default_factory=dict)  # node -> [d]
-
-    def draft(self) -> Draft:
-        """The fed nodes as a tree of their own."""
-        place = {node: i for i, node in enumerate(self.fed)}
-        parents = [place.get(self.growth.parents[node], -1) for node in self.fed]
-        return Draft([self.growth.tokens[node] for node in self.fed], parents)
 
 
 class EagleDrafter(Drafter):
@@ -163,9 +155,8 @@ class EagleDrafter(Drafter):
         live = sorted(live, key=lambda one: self._rows.index(one.row))
         feeds, hidden = [], []
         for one in live:
-            stored = len(one.fed)
-            one.fed += one.growth.frontier
-            feeds.append(Feed(self._rows.index(one.row), [], one.draft(), stored))
+            tree = one.growth.asked()
+            feeds.append(Feed(self._rows.index(one.row), [], tree, len(tree) - len(one.growth.frontier)))
             above = [self._above(one, node) for node in one.growth.frontier]
             hidden.append(self.head.fed_back(torch.stack(above)))
         for one, output in zip(live, self._forward(feeds, hidden), strict=True):

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, ROOT, Draft, Sequence, StoppingRule
+from flashspec.errors import OptionError
 from flashspec.sampling import adjust, changes_logits, draw, exponential_noise, filtered
 from flashspec.tree import best_first, children
 
 Siblings = Literal["auto", "top", "drawn"]
+WIDEST = 16  # guesses after a node
 SHAPE = ((0.6, 0.15, 0.08, 0.05), 0.9)  # chances by rank that fix the shape of a drawn tree, and what a level keeps
 
 
@@ -110,7 +112,8 @@ def _coupled(probs: Tensor, ids: Tensor | None, seq: Sequence, positions: Seq[in
         tokens = (
             torch.arange(probs.shape[1], device=probs.device) if ids is None else ids if ids.dim() == 1 else ids[row]
         )
-        keyed = probs[row] / exponential_noise(seq.seed, seq.choice, position, tokens)
+        # squared: the target's probabilities differ by less than the noise does, so that the first is mostly its choice
+        keyed = (probs[row] / exponential_noise(seq.seed, seq.choice, position, tokens)) ** 2
         found += _likeliest((keyed / keyed.sum())[None], tokens, count)
     return found
 
@@ -158,6 +161,7 @@ class Growth:
     confidences: list[float] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)  # of the whole path
     frontier: list[int] = field(default_factory=lambda: [ROOT])  # nodes whose guesses are wanted next
+    followed: list[int] = field(default_factory=list)  # nodes whose guesses were or are wanted, in that order
     _probs: list[Tensor] = field(default_factory=list)
     _shape: dict[int, list[int]] | None = None
     _places: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})  # node -> its place in the shape
@@ -191,7 +195,15 @@ class Growth:
             places = self._shape.get(self._places[node], []) if self._shape is not None else range(len(row))
             for guess, place in zip(row, places, strict=False):
                 new.append(self._add(node, guess, place))
-        self.frontier = self._followed(new)
+        self.frontier = self._worth_following(new)
+        self.followed += self.frontier
+
+    def asked(self) -> Draft:
+        """The followed nodes as a tree of their own; the frontier's come last."""
+        place = {node: i for i, node in enumerate(self.followed)} | {ROOT: ROOT}
+        return Draft(
+            [self.tokens[node] for node in self.followed], [place[self.parents[node]] for node in self.followed]
+        )
 
     def draft(self, name: str) -> Draft:
         """The best nodes, likeliest path first; a drawn tree as it is."""
@@ -220,7 +232,7 @@ class Growth:
         self._places[node] = place
         return node
 
-    def _followed(self, new: Seq[int]) -> list[int]:
+    def _worth_following(self, new: Seq[int]) -> list[int]:
         """Nodes of the newest depth that are worth a look at what follows."""
         live = [node for node in new if self.tokens[node] not in self.seq.eos_tokens]
         if self._shape is not None:
@@ -239,3 +251,10 @@ class Growth:
 def is_drawn(siblings: Siblings, width: int) -> bool:
     """Whether guesses are drawn: alone, a drawn one is accepted oftener; of several, the likeliest ones are."""
     return siblings == "drawn" or (siblings == "auto" and width == 1)
+
+
+def checked_width(width: int) -> int:
+    """Raise OptionError for a width out of range."""
+    if type(width) is not int or not 1 <= width <= WIDEST:
+        raise OptionError(f"width is {width!r}; a whole number from 1 (a chain) to {WIDEST}")
+    return width

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
-from flashspec.drafters.growth import Growth, Siblings, Vocabulary, is_drawn
-from flashspec.errors import OptionError
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
 from flashspec.heads.medusa import MedusaHeads
-
-WIDEST = 16  # guesses after a node
 
 
 class MedusaDrafter(Drafter):
@@ -72,10 +69,3 @@ class MedusaDrafter(Drafter):
     def dry_run(self, width: int) -> None:
         """The heads' own work for ``width`` sequences, for whoever measures what it costs."""
         self.heads(torch.zeros(width, self.heads.hidden_size, device=self.heads.device, dtype=self.heads.dtype))
-
-
-def checked_width(width: int) -> int:
-    """Raise OptionError for a width out of range."""
-    if type(width) is not int or not 1 <= width <= WIDEST:
-        raise OptionError(f"width is {width!r}; a whole number from 1 (a chain) to {WIDEST}")
-    return width

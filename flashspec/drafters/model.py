@@ -1,5 +1,7 @@
 """A small model of the same vocabulary guesses, token by token, with the request's own sampling parameters.
 
+A chain, or a tree of its likeliest paths.
+
 It drives any Target, so every backend's models can draft for every other's. It keeps a shadow of each sequence: the
 committed tokens and its guesses beyond them; what the target rejected is rewound, never recomputed.
 """
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Sequence, Target
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
 from flashspec.errors import ModelError
 from flashspec.sampling import Distribution, coupled_token, distribution, draw, largest_probability
 
@@ -37,13 +40,19 @@ class ModelDrafter(Drafter):
     Args:
         target: the draft model.
         vocab_size: the served model's; padded vocabularies of sibling models differ.
+        width: nodes followed at each depth and guesses after each; 1 drafts chains.
+        siblings: how guesses of a tree are chosen where the temperature is not 0, see ``growth``.
+
+    Raises:
+        OptionError: ``width`` out of range.
     """
 
     name = "model"
 
-    def __init__(self, target: Target, *, vocab_size: int) -> None:
+    def __init__(self, target: Target, *, vocab_size: int, width: int = 1, siblings: Siblings = "auto") -> None:
         self.target = target
         self.vocab_size = vocab_size
+        self.width, self.siblings = checked_width(width), siblings
         self._shadows: dict[str, Shadow] = {}
 
     @property
@@ -55,6 +64,9 @@ class ModelDrafter(Drafter):
         pairs = zip(seqs, budgets, strict=True)
         lengths = [min(budget, self._room(seq)) if budget > 0 else 0 for seq, budget in pairs]
         shadows = {i: self._catch_up(seq) for i, seq in enumerate(seqs) if lengths[i] > 0}
+        if self.width > 1 and self.target.supports_trees:
+            trees = self._grown({i: (shadow, lengths[i]) for i, shadow in shadows.items()})
+            return [trees.get(i, EMPTY) for i in range(len(seqs))]
         live = list(shadows)
         while live:
             batch = [shadows[i].sequence for i in live]
@@ -62,6 +74,25 @@ class ModelDrafter(Drafter):
             guessed = [i for i, score in zip(live, scores, strict=True) if self._guess(shadows[i], score.logits)]
             live = [i for i in guessed if self._goes_on(shadows[i], lengths[i])]
         return [self._draft(shadows.get(i)) for i in range(len(seqs))]
+
+    def _grown(self, shadows: dict[int, tuple[Shadow, int]]) -> dict[int, Draft]:
+        """A tree for each: one batched forward for each depth, over all that was followed so far."""
+        vocabulary, drawn = Vocabulary(self.vocab_size), is_drawn(self.siblings, self.width)
+        growths = {
+            i: Growth(shadow.view, length, vocabulary, self.width, drawn, rule=self.rule)
+            for i, (shadow, length) in shadows.items()
+        }
+        while live := [i for i, growth in growths.items() if growth.frontier]:
+            seqs = [shadows[i][0].sequence for i in live]
+            scores = self.target.score(seqs, [growths[i].asked() for i in live])
+            for i, seq, score in zip(live, seqs, scores, strict=True):
+                self.target.keep(seq, [])
+                try:
+                    growths[i].expand(self._served(score.logits[-len(growths[i].frontier) :]))
+                except ModelError as error:
+                    logger.warning("the draft model cannot guess here, so no more is drafted: %s", error)
+                    growths[i].frontier = []
+        return {i: growth.draft(self.name) for i, growth in growths.items()}
 
     def backlog(self, seq: Sequence) -> int:
         """Committed tokens that the draft model has not seen."""

@@ -1,0 +1,765 @@
+"""Training: what is read, what heads are asked for, how they learn; and heads that speed up a tiny target of their own.
+
+That target sings: it knows six songs of eight letters by heart, so that what comes next can be foreseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import random
+import re
+import signal
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from conftest import Ran, ToyTarget, plain_loop
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+import flashspec
+from flashspec.backends.hf import HFTarget, use_grouped_attention
+from flashspec.core import Draft, Drafter, SamplingParams
+from flashspec.drafters.eagle import EagleDrafter
+from flashspec.drafters.medusa import MedusaDrafter
+from flashspec.engine import LocalEngine
+from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.heads.eagle import EagleConfig, EagleHead
+from flashspec.heads.medusa import MedusaHeads
+from flashspec.train import data, fit
+from flashspec.train.data import Document, Example, Features, answered, encoded, read_examples
+from flashspec.train.fit import Plan, Progress, Stopped, Trainer
+from flashspec.train.objectives import (
+    Batch,
+    Counts,
+    EagleObjective,
+    MedusaObjective,
+    Objective,
+    Teacher,
+    count,
+    loss_of,
+)
+from flashspec.train.run import Report, TrainOptions, train
+from flashspec.tree import paths
+
+KINDS = ["medusa", "eagle3"]
+
+# what is read
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(itertools.cycle(["user", "assistant"]), contents)]
+
+
+def shared(*contents: str) -> list[dict[str, str]]:
+    return [{"from": role, "value": text} for role, text in zip(itertools.cycle(["human", "gpt"]), contents)]
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+ROWS: list[tuple[dict[str, Any], Example]] = [
+    ({"messages": turns("q", "a")}, Example(turns("q"), "a")),
+    ({"messages": turns("q")}, Example(turns("q"))),
+    ({"messages": [SYSTEM, *turns("q", "a", "r", "b")]}, Example([SYSTEM, *turns("q", "a", "r")], "b")),
+    ({"messages": [*turns("q", "a"), {"role": "assistant", "content": "more"}]}, Example(turns("q"), "a")),
+    ({"conversations": shared("q", "a")}, Example(turns("q"), "a")),
+    ({"conversations": [{"from": "system", "value": "be brief"}, *shared("q")]}, Example([SYSTEM, *turns("q")])),
+    ({"messages": [], "prompt": "q"}, Example(turns("q"))),
+    ({"prompt": "q"}, Example(turns("q"))),
+    *(({"prompt": "q", name: "a", "n": 1}, Example(turns("q"), "a")) for name in data.ANSWERS),
+    ({"prompt": "q", "answer": None}, Example(turns("q"))),
+    ({"text": "plain"}, Example("plain")),
+    ({"text": "一\u2028二\u0085三 🙂"}, Example("一\u2028二\u0085三 🙂")),
+]
+
+
+def write(file: Path, *rows: dict[str, Any], ascii_only: bool = False) -> Path:
+    lines = [json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_every_kind_of_row_is_read(tmp_path: Path, ascii_only: bool) -> None:
+    file = write(tmp_path / "data.jsonl", *(row for row, _ in ROWS), ascii_only=ascii_only)
+    assert read_examples(file) == [example for _, example in ROWS]
+
+
+def test_a_mark_at_the_start_and_windows_line_ends_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n  {"text": "two"}')
+    (tmp_path / "more.txt").write_bytes(b"\xef\xbb\xbfthree\r\n")
+    assert read_examples(tmp_path) == [Example("one"), Example("two"), Example("three\n")]
+
+
+def test_a_folder_is_read_in_order_and_long_texts_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "b" / "folder.md").mkdir(parents=True)
+    (tmp_path / "b" / "folder.md" / "note.md").write_text("nested", encoding="utf-8")
+    write(tmp_path / "c.jsonl", {"text": "row"})
+    text = "é" * data.PIECE + " " * data.PIECE + "end"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "blank.py").write_text(" \n", encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    assert read_examples(tmp_path) == [Example(text) for text in ("é" * data.PIECE, "end", "nested", "row")]
+
+
+BAD_ROWS = {
+    "no JSON": ("{", "is not JSON"),
+    "two objects": ('{"text": "a"} {"text": "b"}', "is not JSON"),
+    "deep": ("[" * 100_000, "is not JSON"),
+    "half a character": (r'{"prompt": "\ud83d"}', "is not Unicode text"),
+    "half a character of an answer": (r'{"messages": [{"role": "user", "content": "a\udc00"}]}', "is not Unicode text"),
+    "list": ('["text"]', 'has no "messages", "prompt" or "text"'),
+    "number": ("3", 'has no "messages"'),
+    "other keys": ('{"question": "q"}', 'has no "messages".*question'),
+    "empty text": ('{"text": " "}', 'has no "messages"'),
+    "text of another type": ('{"text": 3, "prompt": ["q"]}', 'has no "messages"'),
+    "other role": ('{"messages": [{"role": "tool", "content": "a"}]}', 'has no "messages".*tool'),
+    "role of another type": ('{"messages": [{"role": ["user"], "content": "a"}]}', 'has no "messages"'),
+    "turn of another type": ('{"messages": ["a"]}', 'has no "messages"'),
+    "content of another type": ('{"messages": [{"role": "user", "content": [1]}]}', 'has no "messages"'),
+    "answer only": ('{"messages": [{"role": "assistant", "content": "a"}]}', 'has no "messages"'),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, kind: str) -> None:
+    row, message = BAD_ROWS[kind]
+    (tmp_path / "data.jsonl").write_text(f'{{"text": "fine\u2028"}}\n\n{row}\n', encoding="utf-8")
+    with pytest.raises(OptionError, match=rf"data\.jsonl, line 3 {message}"):
+        read_examples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", r"a\.jsonl holds no text to learn from"),
+        ("a.txt", b" \n", r"a\.txt holds no text to learn from"),
+        ("a.jsonl", b'{"text": "\xff"}', r"cannot read .*a\.jsonl.*must be text in UTF-8"),
+        ("a.txt", b"\xff", r"cannot read .*a\.txt.*must be text in UTF-8"),
+        ("a.jsonl", None, r"no data at .*a\.jsonl; name a \.jsonl file or a folder"),
+    ],
+)
+def test_files_without_text(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(OptionError, match=message):
+        read_examples(tmp_path / name)
+
+
+def test_a_folder_without_texts(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    with pytest.raises(OptionError, match=r"holds no text to learn from; it may be .* of \.jsonl, \.txt"):
+        read_examples(tmp_path)
+
+
+# tokens
+
+
+class Letters:
+    """A tokenizer with a token for each character, and 1 before a text."""
+
+    def __init__(self, *, has_template: bool = True) -> None:
+        self.chat_template = "there is one" if has_template else None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        return "".join(f"{turn['role'][0]}:{turn['content']}|" for turn in messages) + "a:"
+
+
+def document(
+    example: Example, *, regenerate: bool, has_template: bool = True, max_length: int = 200, vocab_size: int = 256
+) -> tuple[str, int]:
+    """Text and start of what is encoded; a token 1 shows as ^."""
+    found = encoded(
+        Letters(has_template=has_template), example,
+        vocab_size=vocab_size, max_length=max_length, regenerate=regenerate,
+    )  # fmt: skip
+    return "".join(chr(token) for token in found.tokens).replace("\x01", "^"), found.start
+
+
+def test_conversations_are_written_by_the_template() -> None:
+    example = Example(turns("q", "a", "r"), "b")
+    assert document(example, regenerate=True) == ("u:q|a:a|u:r|a:", 14)
+    assert document(example, regenerate=False) == ("u:q|a:a|u:r|a:b", 14)
+
+
+def test_conversations_are_plain_text_without_a_template() -> None:
+    example = Example(turns("q", "a", "r"), "b")
+    assert document(example, regenerate=True, has_template=False) == ("^q\n\na\n\nr\n\n", 10)
+    assert document(example, regenerate=False, has_template=False) == ("^q\n\na\n\nr\n\nb", 10)
+
+
+def test_the_target_goes_on_from_half_of_a_plain_text_and_not_more_than_its_beginning() -> None:
+    assert document(Example("abcdefg"), regenerate=True) == ("^abc", 4)
+    assert document(Example("x" * 190), regenerate=True) == ("^" + "x" * (data.PLAIN_PROMPT - 1), data.PLAIN_PROMPT)
+    assert document(Example("abcdefg"), regenerate=False) == ("^abcdefg", 1)
+
+
+def test_a_text_of_one_token_is_a_prompt() -> None:
+    found = encoded(Letters(), Example(turns("")), vocab_size=256, max_length=9, regenerate=True)
+    assert found.tokens
+    assert document(Example(""), regenerate=True) == ("^", 1)
+
+
+def test_what_is_too_long_is_cut() -> None:
+    assert document(Example(turns("question"), "answer"), regenerate=True, max_length=6)[0] == "u:ques"
+    assert document(Example(turns("q"), "answer"), regenerate=False, max_length=9) == ("u:q|a:ans", 6)
+    assert document(Example("abcdefg"), regenerate=False, max_length=5) == ("^abcd", 1)
+    assert document(Example("abcdefg"), regenerate=True, max_length=3)[0] == "^ab"
+
+
+def test_prompts_without_answers_cannot_be_learned_as_they_are() -> None:
+    with pytest.raises(PromptError, match="prompts without answers; leave out --as-is"):
+        document(Example(turns("q")), regenerate=False)
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+@pytest.mark.parametrize("example", [Example("x{"), Example(turns("{"), "a"), Example(turns("q"), "{")])
+def test_tokens_outside_the_vocabulary_are_refused(example: Example, regenerate: bool) -> None:
+    if regenerate and example.answer == "{":
+        assert document(example, regenerate=True, vocab_size=123 + 2)[0] == "u:q|a:"
+        return
+    with pytest.raises(PromptError, match="token id 123 is outside the model's vocabulary of 123"):
+        document(Example("x{") if regenerate else example, regenerate=regenerate, vocab_size=123)
+
+
+# what the target says
+
+
+DOCUMENTS = [Document([1 + i % 7, 2, 3 + i % 4][: 1 + i % 3], 1 + i % 3) for i in range(11)]
+LENGTH = 14  # tokens of the longest text
+
+
+class Singer:
+    """Answers ``DOCUMENTS`` with a toy target that sometimes ends a text; counts what it is asked."""
+
+    def __init__(self, file: Path, *, max_batch: int = 3) -> None:
+        self.file = file
+        self.engine = LocalEngine(ToyTarget(eos=[11]), num_speculative_tokens=0, max_batch=max_batch)
+        self.asked: list[list[int]] = []
+        self.reports: list[tuple[int, int]] = []
+        self.add, self.engine.add = self.engine.add, self._add  # type: ignore[method-assign]
+
+    def _add(self, prompt: list[int], *rest: Any) -> str:
+        self.asked.append(list(prompt))
+        return self.add(prompt, *rest)
+
+    def answers(self, documents: Seq[Document] = DOCUMENTS, *, stop_after: int | None = None) -> list[Document]:
+        def report(done: int, total: int) -> None:
+            self.reports.append((done, total))
+            if done == stop_after:
+                raise Stopped
+
+        return answered(
+            self.engine, documents, self.file, max_tokens=12, max_length=LENGTH, temperature=1.0, report=report
+        )
+
+
+def plain_answer(number: int) -> Document:
+    prompt = DOCUMENTS[number].tokens
+    sampling = SamplingParams(
+        temperature=float(number % 2), top_k=data.MOST_LIKELY, seed=number, max_tokens=min(12, LENGTH - len(prompt))
+    )
+    return Document(prompt + plain_loop(ToyTarget().logits, prompt, sampling, eos=[11]), len(prompt))
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 16])
+def test_even_prompts_are_answered_greedily_and_odd_ones_by_sampling(tmp_path: Path, max_batch: int) -> None:
+    singer = Singer(tmp_path / "answers", max_batch=max_batch)
+    found = singer.answers()
+    assert found == [plain_answer(i) for i in range(len(DOCUMENTS))]
+    assert len({len(answer.tokens) for answer in found}) > 2, "some answers end by themselves"
+    assert singer.reports == [(done, 11) for done in range(12)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 9])
+def test_answers_go_on_after_an_interruption(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "answers"
+    whole = Singer(tmp_path / "other").answers()
+    with pytest.raises(Stopped):
+        Singer(file).answers(stop_after=5)
+    file.write_bytes(file.read_bytes()[: -cut or None])
+    again = Singer(file, max_batch=2)
+    assert again.answers() == whole
+    assert len(again.asked) == 6 + (cut > 1)
+    third = Singer(file)
+    assert third.answers() == whole
+    assert third.asked == []
+
+
+def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path) -> None:
+    found = Singer(tmp_path / "answers").answers([DOCUMENTS[0], Document([3] * LENGTH, LENGTH), DOCUMENTS[2]])
+    assert found == [plain_answer(0), plain_answer(2)]
+
+
+def test_an_aborted_answer_is_not_kept(tmp_path: Path) -> None:
+    singer = Singer(tmp_path / "answers")
+    target = singer.engine.target
+    assert isinstance(target, ToyTarget)
+    sane = target.logits
+    target.logits = lambda context: sane(context) * (math.nan if context[:2] == [3, 2] else 1)  # type: ignore
+    wanted = [plain_answer(i) for i in range(len(DOCUMENTS)) if DOCUMENTS[i].tokens[:2] != [3, 2]]
+    assert singer.answers() == wanted
+    assert len(wanted) < len(DOCUMENTS)
+
+
+# hidden states
+
+VOCAB = 61
+MIDDLE, LAST = (1, 3), 4
+
+
+@functools.cache
+def target() -> HFTarget:
+    """A random Llama with grouped queries, in which everything matters."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config).eval().requires_grad_(False)
+    shaken(model)
+    use_grouped_attention(model)
+    return HFTarget(model)
+
+
+def shaken(network: torch.nn.Module) -> None:
+    """Norms and biases that are not 1 and 0."""
+    for parameter in network.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+
+
+def some_texts(count: int, *, longest: int, seed: int = 0, vocab: int = VOCAB) -> list[Document]:
+    rng = random.Random(seed)
+    texts = [rng.choices(range(vocab), k=rng.randint(5, longest)) for _ in range(count)]
+    return [Document(text, rng.randint(1, len(text) - 3)) for text in texts]
+
+
+class Reader:
+    """The target's hidden states, and which texts they were asked of."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.texts: list[list[int]] = []
+        self.stop_after = stop_after
+
+    def __call__(self, texts: list[list[int]], layers: Seq[int]) -> list[Tensor]:
+        if self.stop_after is not None and len(self.texts) >= self.stop_after:
+            raise Stopped
+        self.texts += texts
+        return target().hidden_states(texts, layers)
+
+
+TEXTS = some_texts(9, longest=20)
+
+
+def features(folder: Path, layers: Seq[int] = (*MIDDLE, LAST), texts: Seq[Document] = TEXTS) -> Features:
+    return Features(folder, texts, layers=layers, width=32)
+
+
+def computed(found: Features, reader: Reader) -> Features:
+    found.compute(reader, lambda done, total: None)
+    return found
+
+
+@pytest.fixture
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "BATCH_TOKENS", 40)
+
+
+def assert_are_the_targets(found: Features, layers: Seq[int]) -> None:
+    for text, (first, _, last) in zip(TEXTS, found.bounds, strict=True):
+        with torch.inference_mode():
+            output = target().model(torch.tensor([text.tokens]), output_hidden_states=True)
+        wanted = torch.cat([output.hidden_states[layer][0] for layer in layers], -1)
+        states = found.at(first, last, layers)
+        assert states.dtype is torch.float16
+        torch.testing.assert_close(states.float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_states_are_those_of_each_text_alone(tmp_path: Path) -> None:
+    reader, reports = Reader(), list[tuple[int, int]]()
+    found = features(tmp_path)
+    found.compute(reader, lambda done, total: reports.append((done, total)))
+    assert found.tokens.tolist() == [token for text in TEXTS for token in text.tokens]
+    starts = [start - first for first, start, _ in found.bounds]
+    assert starts == [text.start for text in TEXTS]
+    assert reader.texts == [text.tokens for text in TEXTS]
+    assert len(reports) > 3
+    assert reports[-1] == (9, 9)
+    assert_are_the_targets(found, (*MIDDLE, LAST))
+    assert_are_the_targets(found, (LAST, 1))
+
+
+def test_texts_of_one_length_need_no_padding(tmp_path: Path) -> None:
+    texts = [Document([i, i + 1, i + 2, 4], 1) for i in range(3)]
+    found = computed(features(tmp_path, texts=texts), Reader())
+    alone = torch.cat([target().hidden_states([text.tokens], (*MIDDLE, LAST))[0] for text in texts])
+    torch.testing.assert_close(found.at(0, 12).float(), alone, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_states_are_computed_once_also_after_an_interruption(tmp_path: Path) -> None:
+    first, second = Reader(stop_after=4), Reader()
+    with pytest.raises(Stopped):
+        computed(features(tmp_path), first)
+    found = computed(features(tmp_path), second)
+    assert first.texts + second.texts == [text.tokens for text in TEXTS]
+    assert_are_the_targets(found, (*MIDDLE, LAST))
+    third = Reader()
+    assert_are_the_targets(computed(features(tmp_path), third), (*MIDDLE, LAST))
+    assert third.texts == []
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_another_set_of_layers_computes_what_is_missing(tmp_path: Path) -> None:
+    computed(features(tmp_path, (LAST,)), Reader())
+    asked: list[tuple[int, ...]] = []
+
+    def read(texts: list[list[int]], layers: Seq[int]) -> list[Tensor]:
+        asked.append(tuple(layers))
+        return target().hidden_states(texts, layers)
+
+    found = features(tmp_path, (1, 3, LAST))
+    found.compute(read, lambda done, total: None)
+    assert set(asked) == {(1, 3)}
+    assert_are_the_targets(found, (1, 3, LAST))
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "mark gone", "mark spoiled"])
+def test_damaged_files_are_computed_anew(tmp_path: Path, damage: str) -> None:
+    computed(features(tmp_path), Reader())
+    file = next(tmp_path.glob("*-3.f16"))
+    mark = file.with_suffix(".done")
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-2])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "mark gone":
+        mark.unlink()
+    else:
+        mark.write_text("nine", encoding="utf-8")
+    reader = Reader()
+    assert_are_the_targets(computed(features(tmp_path), reader), (*MIDDLE, LAST))
+    assert reader.texts == [text.tokens for text in TEXTS]
+
+
+def test_other_texts_have_files_of_their_own(tmp_path: Path) -> None:
+    computed(features(tmp_path, (LAST,), TEXTS[1:]), Reader())
+    reader = Reader()
+    assert_are_the_targets(computed(features(tmp_path), reader), (*MIDDLE, LAST))
+    assert len(reader.texts) == len(TEXTS)
+
+
+def test_states_beyond_half_precision_become_its_largest_number(tmp_path: Path) -> None:
+    def huge(texts: list[list[int]], layers: Seq[int]) -> list[Tensor]:
+        return [torch.tensor([-1e9, 1e9]).repeat(len(text), 16) for text in texts]
+
+    found = Features(tmp_path, TEXTS, layers=(0,), width=32)
+    found.compute(huge, lambda done, total: None)
+    assert found.at(3, 4).tolist() == [[-data.MOST_FLOAT16, data.MOST_FLOAT16] * 16]
+
+
+# what heads are asked for
+
+
+def batch_of(texts: Seq[Document], layers: Seq[int]) -> Batch:
+    """The target's states, and garbage in what is padding."""
+    width = max(len(text.tokens) for text in texts)
+    tokens, states = torch.full((len(texts), width), 7), torch.full((len(texts), width, 32 * len(layers)), 9.0)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        states[row, : len(text.tokens)] = target().hidden_states([text.tokens], layers)[0]
+    return Batch(
+        tokens, states, torch.tensor([text.start for text in texts]), torch.tensor([len(text.tokens) for text in texts])
+    )
+
+
+def eagle_head(*flags: str, tokens: Tensor | None, kv_heads: int = 2, seed: int = 5) -> EagleHead:
+    torch.manual_seed(seed)
+    layer = tf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=kv_heads, max_position_embeddings=128,
+    )  # fmt: skip
+    size = VOCAB if tokens is None else len(tokens)
+    made = EagleConfig(
+        layer=layer, draft_vocab_size=size, target_hidden_size=32, feature_layers=MIDDLE,
+        **dict.fromkeys(flags, True),
+    )  # fmt: skip
+    head = EagleHead(made, tokens=tokens)
+    model = target().model
+    head.start_from(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    shaken(head)
+    return head.eval()
+
+
+def medusa_heads(num_heads: int = 3, *, tokens: Tensor | None = None, num_layers: int = 2) -> MedusaHeads:
+    torch.manual_seed(6)
+    heads = MedusaHeads(32, VOCAB, num_heads=num_heads, num_layers=num_layers, tokens=tokens)
+    heads.start_from(target().model.get_output_embeddings().weight)
+    for parameter in heads.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return heads
+
+
+SOME = torch.tensor(sorted(random.Random(0).sample(range(VOCAB), 40)))
+
+
+def drafts_of(drafter: Drafter, num_speculative_tokens: int) -> list[tuple[list[int], Draft]]:
+    """Of real decoding, with what was written before each of them."""
+    seen: list[tuple[list[int], Draft]] = []
+    propose = drafter.propose
+
+    def record(seqs: Any, budgets: Any) -> list[Draft]:
+        drafts = propose(seqs, budgets)
+        seen.extend((list(seq.tokens), draft) for seq, draft in zip(seqs, drafts, strict=True) if len(draft))
+        return drafts
+
+    drafter.propose = record  # type: ignore[method-assign]
+    engine = LocalEngine(target(), drafter, num_speculative_tokens=num_speculative_tokens)
+    engine.generate([[1, 2, 3], [5], [7, 8, 9, 10]], SamplingParams(max_tokens=12))
+    assert len(seen) > 9
+    return seen
+
+
+def assert_guesses_what_was_drafted(objective: Objective, seen: list[tuple[list[int], Draft]]) -> None:
+    """Each node of each draft, as the objective sees it once the path to the node is the text."""
+    ids = list(range(VOCAB)) if objective.tokens is None else objective.tokens.tolist()
+    for tokens, draft in seen:
+        assert draft.confidences is not None
+        nodes = paths(draft.parents)
+        texts = [Document([*tokens, *(draft.tokens[node] for node in path)], 1) for path in nodes]
+        batch = batch_of(texts, objective.layers)
+        with torch.no_grad():
+            found = list(objective.guesses(batch))
+        for row, path in enumerate(nodes):
+            guesses = found[len(path) - 1]
+            at = guesses.places.tolist().index(row * batch.tokens.shape[1] + len(tokens) - 2)
+            assert guesses.ahead == len(path) + 1
+            chances = guesses.logits[at].softmax(-1)
+            assert float(chances[ids.index(draft.tokens[row])]) == pytest.approx(draft.confidences[row], abs=2e-5)
+            if draft.is_chain:
+                assert ids[int(chances.argmax())] == draft.tokens[row]
+
+
+FLAGS = ["norm_before_fc", "norm_output", "norm_before_residual"]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("flags", "tokens", "kv_heads"),
+    [([], None, 4), ([FLAGS[0]], SOME, 2), ([FLAGS[1]], SOME, 1), ([FLAGS[2]], None, 2), (FLAGS, SOME, 4)],
+)
+def test_eagle_learns_what_it_drafts(flags: list[str], tokens: Tensor | None, kv_heads: int, width: int) -> None:
+    head = eagle_head(*flags, tokens=tokens, kv_heads=kv_heads)
+    seen = drafts_of(EagleDrafter(head, max_length=128, width=width), 4 * width)
+    assert any(draft.is_chain for _, draft in seen) == (width == 1)
+    assert_guesses_what_was_drafted(EagleObjective(head, last_layer=LAST, num_steps=4 * width), seen)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("tokens", [None, SOME], ids=["all", "some"])
+def test_medusa_learns_what_it_drafts(tokens: Tensor | None, width: int) -> None:
+    heads = medusa_heads(tokens=tokens)
+    seen = drafts_of(MedusaDrafter(heads, width=width), 4 * width)
+    assert_guesses_what_was_drafted(MedusaObjective(heads, layer=LAST), seen)
+
+
+LEARNED = [*some_texts(6, longest=12, seed=3), Document([1, 2, 3, 4, 5, 6], 3), Document([9, 8, 7, 6], 1)]
+
+
+def plainly_foreseen(ahead: int) -> set[tuple[int, int]]:
+    """(text, place) from which a token is guessed that lies behind the one that the target itself gives."""
+    return {
+        (row, place)
+        for row, text in enumerate(LEARNED)
+        for place in range(len(text.tokens))
+        if place + 1 >= text.start and place + ahead < len(text.tokens)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_asked_for_neither_in_the_prompt_nor_beyond_the_end(kind: str) -> None:
+    made = objective(kind)
+    batch = batch_of(LEARNED, made.layers)
+    width = batch.tokens.shape[1]
+    for step, guesses in enumerate(made.guesses(batch)):
+        assert guesses.ahead == step + 2
+        assert {divmod(place, width) for place in guesses.places.tolist()} == plainly_foreseen(step + 2)
+        assert len(guesses.logits) == len(guesses.places)
+        assert batch.foreseen(guesses.ahead).flatten().nonzero().squeeze(1).tolist() == guesses.places.tolist()
+
+
+def objective(kind: str, tokens: Tensor | None = SOME) -> Objective:
+    if kind == "medusa":
+        return MedusaObjective(medusa_heads(tokens=tokens), layer=LAST)
+    return EagleObjective(eagle_head(FLAGS[0], tokens=tokens), last_layer=LAST, num_steps=3)
+
+
+def teacher(tokens: Tensor | None = SOME) -> Teacher:
+    return Teacher(target().model.get_output_embeddings().weight, tokens)
+
+
+@pytest.mark.parametrize("tokens", [None, SOME], ids=["all", "some"])
+def test_the_teacher_says_what_the_target_says(tokens: Tensor | None) -> None:
+    batch = batch_of(LEARNED, (1, LAST))
+    probs, numbers, row = teacher(tokens).likeliest(batch)
+    ids = torch.arange(VOCAB) if tokens is None else tokens
+    seen = 0
+    for number, place in sorted(plainly_foreseen(1)):
+        logits = target().plain_logits(LEARNED[number].tokens[: place + 1])[ids]
+        order = logits.argsort(descending=True)[:16]
+        at = int(row[number * batch.tokens.shape[1] + place])
+        assert numbers[at].tolist() == order.tolist()
+        torch.testing.assert_close(probs[at], logits[order].softmax(-1), rtol=1e-3, atol=1e-5)
+        seen += 1
+    assert len(probs) == seen
+    assert int((row >= 0).sum()) == seen
+
+
+def logits_by_place(made: Objective, batch: Batch) -> list[dict[tuple[int, int], Tensor]]:
+    width = batch.tokens.shape[1]
+    with torch.no_grad():
+        return [
+            {divmod(place, width): row for place, row in zip(guesses.places.tolist(), guesses.logits, strict=True)}
+            for guesses in made.guesses(batch)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_cross_entropy_with_the_target_weighted_by_distance(kind: str) -> None:
+    made = objective(kind)
+    batch = batch_of(LEARNED, made.layers)
+    total = weights = 0.0
+    for step, rows in enumerate(logits_by_place(made, batch)):
+        losses = []
+        for (number, place), logits in rows.items():
+            truth = target().plain_logits(LEARNED[number].tokens[: place + step + 2])[SOME]
+            order = truth.argsort(descending=True)[:16]
+            losses.append(-float((truth[order].softmax(-1) * logits.log_softmax(-1)[order]).sum()))
+        total += 0.8**step * sum(losses) / len(losses)
+        weights += 0.8**step
+    assert float(loss_of(made, teacher(), batch)) == pytest.approx(total / weights, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_reads_nothing_that_heads_could_not_have_seen(kind: str) -> None:
+    made = objective(kind)
+    batch = batch_of(LEARNED, made.layers)
+    batch.states.requires_grad_()
+    loss_of(made, teacher(), batch).backward()
+    assert batch.states.grad is not None
+    features = batch.states.grad[..., : 32 * max(len(made.layers) - 1, 1)].abs().sum(-1)
+    for number, text in enumerate(LEARNED):
+        first = text.start - 1 if kind == "medusa" else 0  # EAGLE attends to the prompt
+        read = features[number].nonzero().squeeze(1).tolist()
+        assert read == list(range(first, len(text.tokens) - 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing(kind: str) -> None:
+    made = objective(kind)
+    short = replace_padding(batch_of(LEARNED, made.layers), 7, 9.0)
+    other = replace_padding(short, 11, -30.0)
+    assert float(loss_of(made, teacher(), short)) == float(loss_of(made, teacher(), other))
+
+
+def replace_padding(batch: Batch, token: int, state: float) -> Batch:
+    """Three more columns, and what is padding filled with these."""
+    tokens = torch.nn.functional.pad(batch.tokens, (0, 3))[:, : 12 + 3]
+    states = torch.nn.functional.pad(batch.states, (0, 0, 0, 3))[:, : 12 + 3]
+    is_padding = torch.arange(tokens.shape[1]) >= batch.lengths[:, None]
+    return Batch(
+        tokens.masked_fill(is_padding, token), states.masked_fill(is_padding[..., None], state), batch.starts,
+        batch.lengths,
+    )  # fmt: skip
+
+
+def test_the_loss_falls_to_the_entropy_and_not_below() -> None:
+    """Texts whose state never changes: heads that are the target's output layer foresee all there is to foresee."""
+    torch.manual_seed(0)
+    weight, states = torch.randn(12, 8), torch.randn(5, 1, 8).expand(5, 9, 8)
+    batch = Batch(torch.randint(12, (5, 9)), states, torch.tensor([1, 2, 3, 1, 4]), torch.tensor([9, 8, 9, 5, 7]))
+    heads = MedusaHeads(8, 12, num_heads=2)
+    heads.start_from(weight)
+    made, target_side = MedusaObjective(heads, layer=0), Teacher(weight, None)
+    p = (states[:, 0] @ weight.T).softmax(-1)
+    entropies = -(p * p.log()).sum(-1)
+    means = []
+    for ahead in (2, 3):
+        places = batch.foreseen(ahead).sum(1)
+        means.append(float((entropies * places).sum() / places.sum()))
+    entropy = (means[0] + 0.8 * means[1]) / 1.8
+    assert float(loss_of(made, target_side, batch)) == pytest.approx(entropy, abs=1e-5)
+    for parameter in heads.parameters():
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    losses = []
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=0.03, weight_decay=0.0)
+    for _ in range(150):
+        loss = loss_of(made, target_side, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() - entropy)
+    assert losses[0] > 0.3
+    assert min(losses) > -1e-5
+    assert losses[-1] < 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [None, SOME], ids=["all", "some"])
+def test_counts_are_those_of_a_plain_loop(kind: str, tokens: Tensor | None) -> None:
+    made = objective(kind, tokens)
+    ids = list(range(VOCAB)) if tokens is None else tokens.tolist()
+    texts = [said(text, made) for text in some_texts(12, longest=14, seed=4)]
+    batches = [batch_of(texts[:7], made.layers), batch_of(texts[7:], made.layers)]
+    found = Counts.empty(3)
+    tried, hits, unbroken, whole = [0] * 3, [[0, 0] for _ in range(3)], [0] * 3, [0] * 3
+    for batch, some in zip(batches, (texts[:7], texts[7:]), strict=True):
+        count(made, teacher(tokens), batch, found)
+        rows = logits_by_place(made, batch)
+        for number, place in rows[0]:
+            is_unbroken = True
+            for step, row in enumerate(rows):
+                if (number, place) not in row:
+                    continue
+                came = some[number].tokens[place + step + 2]
+                best = [ids[i] for i in row[number, place].argsort(descending=True).tolist()]
+                tried[step] += 1
+                hits[step][0] += came == best[0]
+                hits[step][1] += came in best[:5]
+                is_unbroken = is_unbroken and came == best[0]
+                unbroken[step] += is_unbroken
+                whole[step] += 1
+    assert (found.tried, found.hits, found.unbroken, found.whole) == (tried, hits, unbroken, whole)
+    assert found.accuracies == [[hit / tried[step] for hit in hits[step]] for step in range(3)]
+    assert found.expected_length == 1 + sum(held / n for held, n in zip(unbroken, whole, strict=True))
+    assert 0 < unbroken[2] < unbroken[1] < unbroken[0] < whole[0]
+    assert unbroken[1] < hits[1][0] < hits[1][1]
+
+
+def said(text: Document, made: Objective) -> Document:
+    """The text with two thirds of its tokens replaced, one after the other, by what the head guesses there."""
+    ids = torch.arange(VOCAB) if made.tokens is None else made.tokens
+    tokens = list(text.tokens)
+    for at in range(text.start + 1, len(tokens)):
+        if at % 6 < 4:
+            rows = logits_by_place(made, batch_of([Document(tokens, text.start)], made.layers))
+            tokens[at] = int(ids[rows[0][0, at - 2].argmax()])
+    return Document(tokens, text.start)
+
+
+def test_nothing_tried_is_nothing_expected() -> None:
+    assert Counts.empty(2).expected_length == 1
+    assert Counts.empty(2).accuracies == [[0.0, 0.0], [0.0, 0.0]]
