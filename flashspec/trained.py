@@ -72,9 +72,18 @@ def load_heads(
             folder, hidden_size=config.hidden_size, vocab_size=target.vocab_size,
             num_layers=config.num_hidden_layers, input_embedding=embedding,
         )  # fmt: skip
+        _share_embedding(network, embedding)
     _warn(name, facts, loaded)
     _place(network.eval().requires_grad_(False), target.model.device, target.model.dtype, dtype, pack=pack)
     return Heads(name, kind, network, facts, target.max_length)
+
+
+def _share_embedding(head: EagleHead, embedding: torch.Tensor) -> None:
+    """Where the head's embedding is the target's, let it be the same memory: it may be gigabytes."""
+    own = head.embed_tokens.weight
+    few = slice(0, own.shape[0], max(own.shape[0] // 64, 1))
+    if own.shape == embedding[: len(own)].shape and torch.equal(own[few], embedding[: len(own)][few].to(own)):
+        head.embed_tokens.weight = torch.nn.Parameter(embedding[: len(own)], requires_grad=False)
 
 
 def _local(folder: str | os.PathLike[str]) -> Path:

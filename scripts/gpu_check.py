@@ -16,9 +16,14 @@ import transformers as tf
 import flashspec
 from flashspec.backends import hf
 from flashspec.core import EMPTY, Draft, SamplingParams, Sequence
+from flashspec.drafters.eagle import EagleDrafter
+from flashspec.drafters.medusa import MedusaDrafter
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
+from flashspec.heads.eagle import EagleHead
+from flashspec.heads.medusa import MedusaHeads
 from flashspec.sampling import exponential_noise
+from flashspec.train.run import eagle_config
 
 SMALL = {
     "vocab_size": 300,
@@ -59,12 +64,33 @@ def check_family(name, device):
     prompts = [[5, 6, 7] * 8, [9], list(range(40))]
     expected = [argmax_loop(target, prompt, 24) for prompt in prompts]
     itself = hf.HFTarget(target.model)  # the same weights, a cache of its own
-    drafters = {"none": None, "ngram": NGramDrafter(min_n=1), "model": ModelDrafter(itself, vocab_size=300)}
+    drafters = {
+        "none": None,
+        "ngram": NGramDrafter(min_n=1),
+        "model": ModelDrafter(itself, vocab_size=300),
+        "model, trees": ModelDrafter(itself, vocab_size=300, width=3),
+        **head_drafters(target),
+    }
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     for drafter_name, drafter in drafters.items():
         engine = flashspec.LocalEngine(target, drafter, num_speculative_tokens=4)
         report[drafter_name] = [result.tokens for result in engine.generate(prompts, params)] == expected
     return report
+
+
+def head_drafters(target):
+    """Heads that begin as the target's own output embedding, chains and trees."""
+    model, found = target.model, {}
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    config = eagle_config(model.config, vocab_size=300, draft_vocab_size=200)
+    for width in (1, 3):
+        heads, head = MedusaHeads(64, 300, num_heads=3), EagleHead(config)
+        heads.start_from(output.cpu())
+        head.start_from(embedding.cpu(), output.cpu())
+        heads, head = heads.to(model.device, model.dtype), head.to(model.device, model.dtype)
+        found[f"medusa, width {width}"] = MedusaDrafter(heads, width=width)
+        found[f"eagle3, width {width}"] = EagleDrafter(head, max_length=target.max_length, width=width)
+    return found
 
 
 def noise_is_the_same(device):

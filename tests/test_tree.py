@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence as Seq
-from functools import cache, partial
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +121,7 @@ def test_the_empty_draft() -> None:
     assert EMPTY.is_chain
     assert (depths([]), paths([]), children([])) == ([], [], {})
 
+
 @PROPERTY
 @given(parents_arrays())
 def test_height_is_the_longest_way_up(parents: list[int]) -> None:
@@ -146,7 +147,7 @@ def worth(levels: Levels, place: Place) -> float:
 
 
 def may_join(levels: Levels, tree: frozenset[Place], place: Place) -> bool:
-    """Whether there is such a candidate, and what has to stand before it does: its parent, the next likelier sibling."""
+    """Whether there is such a candidate, and its parent and the next likelier sibling are in the tree."""
     *above, rank = place
     exists = len(place) <= len(levels) and rank < len(levels[len(above)])
     return exists and (not above or tuple(above) in tree) and (rank == 0 or (*above, rank - 1) in tree)
@@ -202,8 +203,11 @@ class Scribbler(ScriptedDrafter):
 
     def _tree(self, tokens: list[int], budget: int) -> Draft:
         plan = next(plan for plan in self.plans if plan[: len(tokens)] == tokens)
-        parents = [self.rng.randrange(ROOT, node) for node in range(self.rng.randint(0, self.most))]
-        right = self.rng.choice([0.0, 0.5, 0.8, 1.0])
+        right, deep = self.rng.choice([0.0, 0.5, 0.8, 1.0]), self.rng.choice([0.0, 0.7])
+        parents = [
+            node - 1 if self.rng.random() < deep else self.rng.randrange(ROOT, node)
+            for node in range(self.rng.randint(0, self.most))
+        ]
         return Draft([self._token(plan, len(tokens) + depth, right) for depth in depths(parents)], parents)
 
     def _token(self, plan: list[int], position: int, right: float) -> int:
@@ -211,14 +215,12 @@ class Scribbler(ScriptedDrafter):
             return plan[position]
         return self.rng.randrange(min(self.vocab_size, 4))
 
-    def observe(
-        self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]
-    ) -> None:
+    def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
         self.seen += zip(drafts, verdicts, strict=True)
 
 
 @cache
-def tiny_llama() -> HFTarget:
+def tiny_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -228,7 +230,7 @@ def tiny_llama() -> HFTarget:
 
 
 @cache
-def toy_target() -> ToyTarget:
+def toy_target() -> Any:
     return ToyTarget(VOCAB, eos=[7])
 
 
@@ -241,9 +243,8 @@ def plain(is_real: bool, kind: str) -> list[list[int]]:
     target = tiny_llama() if is_real else toy_target()
 
     def logits(context: Seq[int]) -> np.ndarray:
-        if isinstance(target, ToyTarget):
-            return target.logits(context)
-        return np.asarray(target.plain_logits(list(context)).numpy())
+        found: np.ndarray = target.plain_logits(context).numpy() if is_real else target.logits(context)
+        return found
 
     return [plain_loop(logits, prompt, KINDS[kind], eos=[7]) for prompt in PROMPTS]
 
@@ -251,7 +252,7 @@ def plain(is_real: bool, kind: str) -> list[list[int]]:
 @pytest.mark.parametrize("is_real", [False, True], ids=["toy", "llama"])
 def test_any_tree_leaves_the_plain_loops_tokens(is_real: bool) -> None:
     """In batches of unequal prompts and parameters, one after the other on one target."""
-    target, kinds, height_seen = tiny_llama() if is_real else toy_target(), Counter[str](), Counter[int]()
+    target, kinds, lengths = tiny_llama() if is_real else toy_target(), Counter[str](), Counter[int]()
 
     @(ENGINE if not is_real else settings(ENGINE, max_examples=30))
     @given(
@@ -268,8 +269,60 @@ def test_any_tree_leaves_the_plain_loops_tokens(is_real: bool) -> None:
         results = engine.generate(prompts, [KINDS[kind] for kind in each])
         assert [result.tokens for result in results] == expected
         kinds.update(kind for result in results for kind in result.kinds)
-        height_seen.update(len(verdict.accepted) for _, verdict in drafter.seen)
+        lengths.update(len(verdict.accepted) for _, verdict in drafter.seen)
 
     check()
     assert min(kinds[kind] for kind in ("accepted", "recovered", "bonus")) > 50, kinds
-    assert sum(count for length, count in height_seen.items() if length > 2) > 20, "paths deep inside of trees"
+    assert sum(count for length, count in lengths.items() if length > 2) > 20, "paths deep inside of trees"
+
+
+# statistics by depth
+
+
+def test_a_tree_counts_by_its_height() -> None:
+    """Six nodes on two paths of three, of which one, three and none were accepted."""
+    stats = SpecStats()
+    for num_accepted in (1, 3, 0):
+        stats.record(6, num_accepted, height=3)
+    assert (stats.num_accepted_tokens_per_pos, stats.num_reached_per_pos) == ([2, 1, 1], [3, 2, 1])
+    assert stats.acceptance_by_position == [2 / 3, 1 / 2, 1]
+    assert (stats.acceptance_rate, stats.mean_acceptance_length) == (4 / 18, 1 + 4 / 3)
+
+
+def test_statistics_count_trees_by_depth() -> None:
+    """Through the engine, against what the drafter saw of drafts and verdicts."""
+    target, params = toy_target(), SamplingParams(max_tokens=40, ignore_eos=True)
+    plans = [[*prompt, *plain_loop(target.logits, prompt, params)] for prompt in PROMPTS]
+    drafter = Scribbler(plans, VOCAB, seed=1, most=8)
+    engine = LocalEngine(target, drafter, num_speculative_tokens=8)
+    engine.generate(PROMPTS, params)
+    stats, seen = engine.stats(), [(draft, verdict.accepted) for draft, verdict in drafter.seen if len(draft)]
+    longest = [max(len(climb(draft.parents, node)) for node in range(len(draft))) for draft, _ in seen]
+    lengths = [len(accepted) for _, accepted in seen]
+    most = max(lengths)
+    assert most > 3
+    assert stats.num_accepted_tokens_per_pos == [sum(n > depth for n in lengths) for depth in range(most)]
+    for depth, count in enumerate(stats.num_reached_per_pos):
+        assert count == sum(n >= depth and height > depth for n, height in zip(lengths, longest, strict=True))
+    assert stats.num_drafts == len(seen)
+    assert stats.num_draft_tokens == sum(len(draft) for draft, _ in seen)
+    assert stats.num_accepted_tokens == sum(lengths)
+    assert sum(stats.draft_lengths.values()) == stats.num_steps == len(drafter.seen)
+
+
+def test_what_lies_behind_an_end_counts_nowhere_in_a_tree() -> None:
+    """The end is the third node of the right path, and one more would have been accepted."""
+    target: Any = ToyTarget(VOCAB)
+    params = SamplingParams(max_tokens=8)
+    plans = [[1, first, *plain_loop(target.logits, [1, first], params)] for first in range(VOCAB)]
+    plan = next(plan for plan in plans if plan[5] not in plan[2:5])
+    target.eos_tokens = frozenset({plan[5]})
+
+    def tree(tokens: list[int], budget: int) -> Draft:
+        right = plan[len(tokens) : len(tokens) + 4]
+        wrong = [(token + 1) % VOCAB for token in right]
+        return Draft([*right, *wrong], [ROOT, 0, 1, 2, ROOT, 0, 1, 2])
+
+    stats = LocalEngine(target, ScriptedDrafter(tree), num_speculative_tokens=8).generate(plan[:2], params).stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_emitted_tokens) == (1, 3, 4)
+    assert stats.num_accepted_tokens_per_pos == stats.num_reached_per_pos == [1, 1, 1]

@@ -128,8 +128,14 @@ class Place:
     def _size(self, model: str, say: Say, assumed: list[str], *, is_draft: bool = False) -> ModelSize:
         from flashspec import pretrained
         from flashspec.backends import half
+        from flashspec.heads.files import kind_of
         from flashspec.weights import cache_folder, gguf_file
 
+        if is_draft and kind_of(model) is not None:
+            raise OptionError(
+                f"{model} holds heads, and plan knows draft models and n-grams only; leave out --draft, or measure the "
+                f"heads with flashspec bench --draft {model} --drafters auto"
+            )
         with pretrained.readable_errors(model):
             config = _config(model, say, trust_remote_code=self.question.trust_remote_code)
             stored = _stored_dtype(model, config, assumed)

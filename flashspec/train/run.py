@@ -159,7 +159,7 @@ def _documents(options: TrainOptions, loaded: Loaded, say: Say) -> tuple[list[Do
     documents = [document for document in documents if len(document.tokens) - document.start >= 3]
     if not documents:
         raise OptionError(f"{options.data} leaves no text of three tokens and more to learn from; give longer ones")
-    return documents, folder
+    return sorted(documents, key=lambda document: len(document.tokens)), folder  # batches of one length pad little
 
 
 def _folder(options: TrainOptions, loaded: Loaded, documents: Seq[Document]) -> Path:
