@@ -37,7 +37,7 @@ from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler
 from flashspec.text import Encoded, TextStream, Tokenizer, encode
-from flashspec.tree import height, prefix
+from flashspec.tree import best_chain, height, prefix
 from flashspec.verify import verify
 
 AnyController = Controller | QuickController | HybridController
@@ -333,15 +333,15 @@ class LocalEngine:
     def _checked(self, draft: Draft, budget: int) -> Draft:
         """A draft of at most ``budget`` nodes of real tokens. Neither cut looks at a random draw, so neither biases."""
         draft = prefix(draft, budget)
-        if not self.target.supports_trees and not draft.is_chain:
-            draft = prefix(draft, next(i for i, parent in enumerate(draft.parents) if parent != i - 1))
-        size = self.target.vocab_size
-        bad = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < size), None)
         if len(draft.parents) != len(draft) or any(not -1 <= p < i for i, p in enumerate(draft.parents)):
             raise OptionError(
                 f"drafter {draft.drafter!r} gave {len(draft)} tokens with parents {draft.parents!r:.80}; each parent "
                 "must be -1 or an earlier node"
             )
+        if not self.target.supports_trees:
+            draft = best_chain(draft)
+        size = self.target.vocab_size
+        bad = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < size), None)
         if draft.probs is not None and (bad is not None or draft.probs.shape != (len(draft), size)):
             raise OptionError(
                 f"drafter {draft.drafter!r} gave {len(draft)} tokens with probabilities of shape "

@@ -40,6 +40,7 @@ READ = {
     "model": "a draft model",
     "medusa": "a folder of Medusa heads",
     "eagle3": "a folder with an EAGLE-3 head",
+    "any": "a draft model or a folder of heads",
 }
 
 
@@ -48,7 +49,7 @@ class DrafterKind:
     """How a drafter is made."""
 
     make: Callable[[Loaded, Any], Drafter | None]  # of the target and of what it reads
-    reads: Literal["nothing", "model", "medusa", "eagle3"] = "nothing"  # what --draft has to be
+    reads: Literal["nothing", "model", "medusa", "eagle3", "any"] = "nothing"  # what --draft has to be
     drafts_trees: bool = False  # of a width that can be chosen
     controller: Callable[[CostCurve, CostCurve | None], AnyController] = Controller
 
@@ -92,6 +93,13 @@ def draft_model(target: Loaded, draft: Loaded | None) -> Drafter:
         return _translated(target, draft)
 
 
+def guesser(target: Loaded, draft: Loaded | Heads) -> Drafter:
+    """The drafter of what ``--draft`` named, whatever that is."""
+    if isinstance(draft, Loaded):
+        return draft_model(target, draft)
+    return _medusa(target, draft) if draft.kind == "medusa" else _eagle(target, draft)
+
+
 DRAFTERS: dict[str, DrafterKind] = {
     "none": DrafterKind(lambda target, draft: None),
     "ngram": DrafterKind(lambda target, draft: NGramDrafter(), controller=QuickController),
@@ -99,8 +107,9 @@ DRAFTERS: dict[str, DrafterKind] = {
     "model": DrafterKind(_same_vocabulary, reads="model", drafts_trees=True),
     "translated": DrafterKind(_translated, reads="model"),
     "hybrid": DrafterKind(
-        lambda target, draft: HybridDrafter(SuffixDrafter(), draft_model(target, draft)),
-        reads="model",
+        lambda target, draft: HybridDrafter(SuffixDrafter(), guesser(target, draft)),
+        reads="any",
+        drafts_trees=True,
         controller=HybridController,
     ),
     "medusa": DrafterKind(_medusa, reads="medusa", drafts_trees=True, controller=HeadsController),
@@ -135,8 +144,8 @@ def load(
         model: a hub name, a folder or a ``.gguf`` file; None for the embedded SmolLM2-135M-Instruct.
         draft: a small model, named likewise, whose tokenizer may be another; or a folder of Medusa or EAGLE-3 heads.
         drafter: ``"none"``, ``"ngram"``, ``"suffix"``, ``"model"``, ``"translated"``, ``"hybrid"``, ``"medusa"``,
-            ``"eagle3"`` or a Drafter of your own; ``"auto"`` is ``"hybrid"`` where ``draft`` is a model that fits into
-            memory, the heads' own kind where it is a folder of heads, else ``"suffix"``.
+            ``"eagle3"`` or a Drafter of your own; ``"auto"`` is ``"hybrid"`` where there is a ``draft`` that fits into
+            memory, else ``"suffix"``.
         num_speculative_tokens: ``"auto"`` chooses the draft length at each step, 0 included, from measured costs (which
             takes seconds the first time) and running acceptance; a number is the longest draft.
         backend: ``"torch"``, or ``"llamacpp"`` for a ``.gguf``; ``"auto"`` is torch.
@@ -177,10 +186,11 @@ def load(
     if kind is not None and kind.needs_draft:
         assert draft is not None
         try:
-            if kind.reads == "model":
+            heads = heads_read(kind, draft)
+            if heads is None:
                 small = make(draft, is_draft=True, dtype=draft_dtype or dtype, backend=draft_backend, vocab=draft_vocab)
             else:
-                small = load_heads(draft, kind.reads, loaded, dtype=draft_dtype, pack=pack, progress=progress)
+                small = load_heads(draft, heads, loaded, dtype=draft_dtype, pack=pack, progress=progress)
         except MemoryLimitError as error:
             if not is_auto:
                 raise
@@ -221,6 +231,7 @@ def draft_curve(
     drafter: Drafter | None, draft: Loaded | Heads | None, *, max_rows: int = 1, progress: Progress | None = None
 ) -> CostCurve | None:
     """Seconds of a draft model's or of heads' forwards; None where there are none."""
+    drafter = getattr(drafter, "slow", drafter)
     if isinstance(drafter, MedusaDrafter | EagleDrafter):
         return costs.of_calls(drafter.dry_run, costs.DRAFT_WIDTHS if isinstance(drafter, EagleDrafter) else (1, 8))
     if isinstance(draft, Loaded):
@@ -250,7 +261,7 @@ def choose_drafter(
         OptionError: an unknown name, or a drafter that needs another ``draft``.
     """
     if drafter is None or (isinstance(drafter, str) and drafter == AUTO):
-        drafter = "suffix" if draft is None else kind_of(draft) or "hybrid"
+        drafter = "suffix" if draft is None else "hybrid"
     if not isinstance(drafter, str):
         if not callable(getattr(drafter, "propose", None)):
             raise OptionError(
@@ -280,6 +291,9 @@ def shaped(drafter: Drafter | None, width: int | None) -> Drafter | None:
     """
     if width is None:
         return drafter
+    if isinstance(drafter, HybridDrafter):
+        shaped(drafter.slow, width)
+        return drafter
     if not hasattr(drafter, "width"):
         trees = ", ".join(name for name, kind in DRAFTERS.items() if kind.drafts_trees)
         raise OptionError(f"draft_width is {width}, and this drafter has none to choose; leave it out, or use {trees}")
@@ -290,18 +304,26 @@ def shaped(drafter: Drafter | None, width: int | None) -> Drafter | None:
 def fits(kind: DrafterKind, draft: str | os.PathLike[str]) -> bool:
     """Whether a drafter reads what the user named; what lies on a hub may be anything."""
     found = kind_of(draft)
-    return kind.reads == (found or "model") or (found is None and not Path(draft).exists())
+    return kind.reads in ("any", found or "model") or (found is None and not Path(draft).exists())
+
+
+def heads_read(kind: DrafterKind, draft: str | os.PathLike[str]) -> str | None:
+    """The kind of heads that a drafter reads there; None for a model."""
+    if kind.reads in ("medusa", "eagle3"):
+        return kind.reads
+    return kind_of(draft) if kind.reads == "any" else None
 
 
 def reason_for(name: str, drafter: Drafter | None, draft: Loaded | Heads | None) -> str:
     """What ``auto`` chose and why, in a line."""
-    if isinstance(draft, Heads):
-        return f"drafter {name}: {draft.name} holds heads of this kind, trained to guess what the model says next"
     if draft is None:
         return f"drafter {name}: no draft model was given, so guesses come from the text itself"
     slow = getattr(drafter, "slow", drafter)
     how = f"{draft.name} through its own tokenizer" if isinstance(slow, TranslatedDrafter) else draft.name
-    runtime = "llama.cpp" if "llama.cpp" in draft.identity else "torch"
+    if isinstance(draft, Heads):
+        runtime = {"medusa": "Medusa heads", "eagle3": "an EAGLE-3 head"}[draft.kind]
+    else:
+        runtime = "llama.cpp" if "llama.cpp" in draft.identity else "torch"
     return f"drafter {name}: guesses from the text where it repeats itself, from {how} ({runtime}) where it does not"
 
 

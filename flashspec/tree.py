@@ -65,6 +65,24 @@ def best_first(levels: Seq[Seq[float]], budget: int) -> tuple[list[int], list[in
     return parents, ranks
 
 
+def best_chain(draft: Draft) -> Draft:
+    """The path along each node's first child, for who cannot score trees. Drafters put the likeliest child first.
+
+    Where siblings were drawn the first one was drawn from the whole distribution, so that its q stays true.
+    """
+    if draft.is_chain:
+        return draft
+    below = children(draft.parents)
+    nodes: list[int] = []
+    while first := below.get(nodes[-1] if nodes else ROOT):
+        nodes.append(first[0])
+    probs = None if draft.probs is None else draft.probs[nodes]
+    confidences = None if draft.confidences is None else [draft.confidences[node] for node in nodes]
+    return Draft.chain(
+        [draft.tokens[node] for node in nodes], probs=probs, drafter=draft.drafter, confidences=confidences
+    )
+
+
 def prefix(draft: Draft, length: int) -> Draft:
     """The first ``length`` nodes, which is a tree again since ``parents[i] < i``."""
     if len(draft) <= length:

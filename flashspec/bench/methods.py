@@ -125,8 +125,8 @@ def engine_methods(
 
 
 def _engine_run(engine: LocalEngine) -> Callable[[list[list[int]], SamplingParams], Run]:
-    draft = getattr(engine.drafter, "target", None)
-    models: list[Any] = [engine.target] if draft is None else [engine.target, draft]
+    models: list[Any] = [engine.target]
+    models += [engine.drafter] if hasattr(engine.drafter, "forward_seconds") else []
 
     def run(prompts: list[list[int]], sampling: SamplingParams) -> Run:
         _forget_peak()

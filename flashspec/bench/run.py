@@ -34,8 +34,7 @@ from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.costs import CostCurve
 from flashspec.errors import OptionError
-from flashspec.heads.files import kind_of
-from flashspec.loader import DRAFTERS, cost_curve, draft_curve
+from flashspec.loader import DRAFTERS, cost_curve, draft_curve, heads_read
 from flashspec.machine import machine
 from flashspec.pretrained import Loaded, backend_of, load_model, load_plain
 from flashspec.report import check_report, write_report
@@ -170,7 +169,8 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
     )  # fmt: skip
     pairs = pairs_of(options.drafters, options.drafts)
     used = list(dict.fromkeys(draft for _, draft in pairs if draft is not None))
-    models = [draft for draft in used if kind_of(draft) is None]
+    heads = {draft: found for name, draft in pairs if draft and (found := heads_read(DRAFTERS[name], draft))}
+    models = [draft for draft in used if draft not in heads]
     theirs = their_methods(options, models, say) if options.hf else []
     loaded = read(options.model, dtype=options.dtype, backend=options.backend)
     drafts: dict[str, Loaded | Heads] = {
@@ -178,14 +178,13 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
                     vocab=options.draft_vocab)
         for draft in models
     }  # fmt: skip
-    for name, draft in pairs:
-        if draft is not None and draft not in models:
-            drafts[draft] = load_heads(draft, name, loaded, dtype=options.draft_dtype, pack=options.pack, progress=say)
+    for draft, kind in heads.items():
+        drafts[draft] = load_heads(draft, kind, loaded, dtype=options.draft_dtype, pack=options.pack, progress=say)
     lengths, largest = options.num_speculative_tokens, max(options.batch)
     curves: dict[str | None, CostCurve] = {None: cost_curve(loaded, max_rows=largest, progress=say)}
     for name, path in pairs:
         if path is not None:
-            drafter = DRAFTERS[name].make(loaded, drafts[path]) if path not in models else None
+            drafter = DRAFTERS[name].make(loaded, drafts[path]) if path in heads else None
             curve = draft_curve(drafter, drafts[path], max_rows=largest, progress=say)
             assert curve is not None
             curves[drafts[path].name] = curve

@@ -100,7 +100,7 @@ def _case(
     from flashspec.bench.prompts import read_prompts, tasks_of
     from flashspec.doctor import Case
     from flashspec.heads.files import kind_of
-    from flashspec.loader import choose_drafter, cost_curve, draft_curve
+    from flashspec.loader import choose_drafter, cost_curve, draft_curve, heads_read
     from flashspec.pretrained import Loaded, load_model
     from flashspec.trained import Heads, load_heads
 
@@ -113,8 +113,8 @@ def _case(
     target = read(model)
     small: Loaded | Heads | None = None
     if draft is not None and kind.needs_draft:
-        is_model = kind.reads == "model"
-        small = read(draft, is_draft=True) if is_model else load_heads(draft, kind.reads, target, progress=say)
+        heads = heads_read(kind, draft)
+        small = read(draft, is_draft=True) if heads is None else load_heads(draft, heads, target, progress=say)
     tasks = tasks_of(texts, target, max_tokens=sampling.max_tokens)
     try:
         guesser = kind.make(target, small)

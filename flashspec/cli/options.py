@@ -43,7 +43,7 @@ DrafterName = Annotated[
     str | None,
     typer.Option(
         "--drafter", metavar="auto|none|ngram|suffix|model|translated|hybrid|medusa|eagle3",
-        help="auto: hybrid with a draft model, the heads' own kind with heads, else suffix.", show_default=False,
+        help="auto: hybrid with --draft, else suffix.", show_default=False,
     ),
 ]  # fmt: skip
 Backend = Annotated[str, typer.Option(metavar="auto|torch|llamacpp", help="llamacpp runs a .gguf as it is.")]

@@ -6,6 +6,7 @@ guesses are forgotten at the end of a round and read again from the target's own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ class EagleDrafter(Drafter):
         self.feature_layers = head.config.feature_layers
         self.width, self.siblings = checked_width(width), siblings
         self.vocabulary = Vocabulary(head.config.layer.vocab_size, head.tokens)
+        self.forward_seconds = 0.0  # inside the layer, so far
         self._cache = SlotCache(num_layers=1, max_length=max_length + READ_CHUNK)
         self._rows: list[_Row] = []  # in the order of the cache's
         self._known: dict[str, _Row] = {}  # features came, but nothing was drafted yet
@@ -171,6 +173,7 @@ class EagleDrafter(Drafter):
 
     def _forward(self, feeds: list[Feed], hidden: list[Tensor]) -> list[Tensor]:
         """Outputs [m, d] of each feed's tokens, which go with ``hidden`` [m, d] each."""
+        started = time.perf_counter()
         head, device = self.head, self.head.device
         prepared = self._cache.prepare(feeds, device=device)
         m = prepared["input_ids"].shape[1]
@@ -184,4 +187,5 @@ class EagleDrafter(Drafter):
             rotated(q, cos, sin), keys, values, attn_mask=mask, enable_gqa=groups > 1
         )
         output = head.midlayer.finish(residual, attended)
+        self.forward_seconds += time.perf_counter() - started
         return [output[row, m - len(part) :] for row, part in enumerate(hidden)]

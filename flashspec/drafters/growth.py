@@ -107,14 +107,16 @@ def _likeliest(probs: Tensor, ids: Tensor | None, count: int) -> list[list[Guess
 
 def _coupled(probs: Tensor, ids: Tensor | None, seq: Sequence, positions: Seq[int], count: int) -> list[list[Guess]]:
     """The top of log q + g, as q / exponential noise; how far ahead one is of the others is how sure it is."""
+    tokens = torch.arange(probs.shape[1], device=probs.device) if ids is None else ids
+    noises: dict[int, Tensor] = {}  # rows of one depth stand at one position, and mostly choose from the same tokens
     found = []
     for row, position in enumerate(positions):
-        tokens = (
-            torch.arange(probs.shape[1], device=probs.device) if ids is None else ids if ids.dim() == 1 else ids[row]
-        )
+        mine = tokens if tokens.dim() == 1 else tokens[row]
+        if tokens.dim() == 2 or position not in noises:
+            noises[position] = exponential_noise(seq.seed, seq.choice, position, mine)
         # squared: the target's probabilities differ by less than the noise does, so that the first is mostly its choice
-        keyed = (probs[row] / exponential_noise(seq.seed, seq.choice, position, tokens)) ** 2
-        found += _likeliest((keyed / keyed.sum())[None], tokens, count)
+        keyed = (probs[row] / noises[position]) ** 2
+        found += _likeliest((keyed / keyed.sum())[None], mine, count)
     return found
 
 

@@ -54,9 +54,9 @@ class HybridDrafter(Drafter):
         self.slow.rule = rule if self._rule is None else self._rule.slow
 
     @property
-    def target(self) -> object:
-        """The draft model, for whoever counts the time in forwards."""
-        return getattr(self.slow, "target", None)
+    def forward_seconds(self) -> float:
+        """Of the slow drafter's network, so far."""
+        return float(getattr(self.slow, "forward_seconds", 0.0))
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = self.quick.propose(seqs, budgets)

@@ -5,6 +5,7 @@ It knows heads and sequences' last states; the networks and their files are in `
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 
 import torch
@@ -35,6 +36,7 @@ class MedusaDrafter(Drafter):
         self.heads = heads
         self.width, self.siblings = checked_width(width), siblings
         self.vocabulary = Vocabulary(heads.vocab_size, heads.tokens)
+        self.forward_seconds = 0.0  # inside the heads, so far
         self._states: dict[str, Tensor] = {}  # [d] where the target chose the last token of a sequence
 
     @torch.inference_mode()
@@ -45,7 +47,9 @@ class MedusaDrafter(Drafter):
             return drafts
         states = torch.stack([self._states[seqs[i].id] for i in live]).to(self.heads.dtype)
         deepest = min(max(budgets[i] for i in live), self.heads.num_heads)
+        started = time.perf_counter()
         logits = self.heads(states, deepest).float()  # [deepest, live, N]
+        self.forward_seconds += time.perf_counter() - started
         for row, i in enumerate(live):
             growth = Growth(
                 seqs[i], budgets[i], self.vocabulary, self.width, is_drawn(self.siblings, self.width),

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from flashspec.core import Prompt, SamplingParams
 from flashspec.engine import LocalEngine
-from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.errors import OptionError, PromptError
 from flashspec.text import Tokenizer, encode, rendered
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -65,7 +64,7 @@ def read_examples(path: Path) -> list[Example]:
         OptionError: no such file, nothing in it, or a line that is none of these.
     """
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", *TEXT_SUFFIXES))
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", *TEXT_SUFFIXES) and file.is_file())
     elif path.is_file():
         files = [path]
     else:
@@ -83,7 +82,8 @@ def _read_file(file: Path) -> Iterator[Example]:
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"cannot read {file}: {error}; it must be text in UTF-8") from error
     if file.suffix != ".jsonl":
-        yield from (Example(text[at : at + PIECE]) for at in range(0, len(text), PIECE) if text[at:].strip())
+        pieces = (text[at : at + PIECE] for at in range(0, len(text), PIECE))
+        yield from (Example(piece) for piece in pieces if piece.strip())
         return
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 is a character like any other
         if line.strip():
@@ -100,6 +100,10 @@ def _example(line: str, where: str) -> Example:
         found = _conversation(row) or _prompt_and_answer(row)
     if found is None:
         raise OptionError(f'{where} has no "messages", "prompt" or "text": {line.strip()!r:.80}')
+    try:
+        json.dumps([found.prompt, found.answer], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a character
+        raise OptionError(f"{where} is not Unicode text ({error}); leave it out") from error
     return found
 
 
@@ -110,7 +114,7 @@ def _conversation(row: dict[str, Any]) -> Example | None:
     messages = []
     for turn in turns:
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             return None
         messages.append({"role": ROLES[role], "content": content})
     while messages and messages[-1]["role"] == "assistant":
@@ -140,7 +144,7 @@ def encoded(tokenizer: Tokenizer, example: Example, *, vocab_size: int, max_leng
         prompt = "\n\n".join(str(turn["content"]) for turn in prompt) + "\n\n"  # type: ignore[index]
     ids = encode(tokenizer, prompt, vocab_size=vocab_size)
     if isinstance(example.prompt, str):  # plain text
-        start = min(PLAIN_PROMPT, len(ids) // 2) if regenerate else 1
+        start = max(min(PLAIN_PROMPT, len(ids) // 2), 1) if regenerate else 1
         return Document((ids[:start] if regenerate else ids)[:max_length], start)
     if regenerate:
         return Document(ids[:max_length], len(ids))
@@ -148,7 +152,8 @@ def encoded(tokenizer: Tokenizer, example: Example, *, vocab_size: int, max_leng
         raise PromptError("the data has prompts without answers; leave out --as-is, and the target answers them")
     shown = rendered(tokenizer, prompt) if isinstance(prompt, list) else prompt
     whole = tokenizer.encode(shown + example.answer, add_special_tokens=isinstance(prompt, str))
-    return Document([int(token) for token in whole[:max_length]], len(ids))
+    tokens = encode(tokenizer, [int(token) for token in whole], vocab_size=vocab_size)
+    return Document(tokens[:max_length], len(ids))
 
 
 # what the target says
@@ -175,6 +180,7 @@ def answered(
     waiting.reverse()
     running: dict[str, tuple[int, list[int]]] = {}
     with file.open("a", encoding="utf-8") as out:
+        out.write("\n" * (out.tell() > 0))  # behind a line that was cut
         while waiting or running:
             while waiting and len(running) < 2 * engine.scheduler.max_batch:
                 number = waiting.pop()
@@ -229,12 +235,7 @@ class Features:
         self.bounds = list(zip(firsts, starts, ends, strict=True))
         digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
         self._files = {layer: folder / f"states-{digest}-{layer}.f16" for layer in layers}
-        self._maps = {layer: self._mapped(file) for layer, file in self._files.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """On disk, when all is there."""
-        return 2 * len(self.tokens) * len(self.layers) * self.width
+        self._maps = {layer: self._mapped(layer) for layer in self.layers}
 
     def compute(self, hidden_states: Callable[[list[list[int]], Seq[int]], list[Tensor]], report: Report) -> None:
         """Fill in what is missing.
@@ -272,9 +273,11 @@ class Features:
             end += 1
         return end
 
-    def _mapped(self, file: Path) -> Any:
-        shape = (len(self.tokens), self.width)
+    def _mapped(self, layer: int) -> Any:
+        file, shape = self._files[layer], (len(self.tokens), self.width)
         is_there = file.is_file() and file.stat().st_size == 2 * shape[0] * shape[1]
+        if not is_there:
+            self._mark(layer).unlink(missing_ok=True)
         return np.memmap(file, np.float16, "r+" if is_there else "w+", shape=shape)
 
     def _mark(self, layer: int) -> Path:
@@ -293,13 +296,3 @@ def replace_text(file: Path, text: str) -> None:
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
-
-
-def check_disk(folder: Path, needed: int) -> None:
-    """Raise OptionError where ``needed`` bytes do not fit beside what is there."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise FlashSpecError(
-            f"the hidden states take {needed / 2**30:.1f} GiB and {folder} has {free / 2**30:.1f} GiB free; use less "
-            "data (--limit) or another folder (--cache)"
-        )

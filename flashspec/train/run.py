@@ -246,7 +246,9 @@ def eagle_config(config: Any, *, vocab_size: int, draft_vocab_size: int) -> Eagl
     n = config.num_hidden_layers
     heads = config.num_attention_heads
     layer = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
