@@ -241,7 +241,8 @@ class Score:
 
     logits: torch.Tensor  # [n + 1, vocab] float32
     hidden: torch.Tensor | None = None  # [n + 1, d], what the output embedding read
-    features: torch.Tensor | None = None  # [fed, layers * d], what went into some layers: every token fed, nodes last
+    features: torch.Tensor | None = None  # [fed, layers * d], what went into some layers: every token fed, nodes last;
+    # in the model's own dtype, since a whole prompt's may wait for a drafter to read them
 
 
 @dataclass(frozen=True, slots=True)

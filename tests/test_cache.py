@@ -14,7 +14,7 @@ from flashspec import cache as cache_module
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft
 from flashspec.errors import MemoryLimitError
-from flashspec.tree import depths, paths
+from flashspec.tree import depths, paths, prefix
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH = 2, 2, 3
@@ -378,3 +378,99 @@ def test_a_small_tree_behind_a_window_by_hand() -> None:
     assert window == [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]]
     window = (additive_mask(prepared, window=1, dtype=torch.float32)[0, 0] == 0).int().tolist()
     assert window == [[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+
+
+# a tree that is fed in parts
+
+
+class Reader:
+    """One layer of attention whose queries, keys and values are functions of token and position. [heads, WIDTH]"""
+
+    def __init__(self) -> None:
+        self.cache = SlotCache(num_layers=1, max_length=64)
+
+    def states(self, ids: Tensor, positions: Tensor, kind: int) -> Tensor:
+        """[rows, heads, m, width]"""
+        marks = torch.arange(1, HEADS * WIDTH + 1).reshape(1, HEADS, 1, WIDTH)
+        return torch.sin(marks * (ids + 0.3 * kind)[:, None, :, None] + positions[:, None, :, None] * (kind + 1.0))
+
+    def read(self, feeds: Seq[Feed]) -> list[Tensor]:
+        """What each token of each feed attends to, [heads, len(feed), width]."""
+        prepared = self.cache.prepare(feeds, device=CPU)
+        where = prepared["input_ids"], prepared["position_ids"]
+        query, key, value = (self.states(*where, kind) for kind in range(3))
+        keys, values = self.cache.update(key, value, 0)
+        mask = additive_mask(prepared, window=None, dtype=torch.float32)
+        found = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        for feed in feeds:
+            self.cache.lengths[feed.row] += len(feed.unseen)
+        return [each[:, -len(feed) :] for each, feed in zip(found, feeds, strict=True)]
+
+
+def readers(rng: random.Random, count: int) -> tuple[Reader, Reader]:
+    """Two that hold the same rows of unequal lengths."""
+    found = Reader(), Reader()
+    for row in range(count):
+        tokens = rng.choices(range(50), k=rng.randint(1, 9))
+        for reader in found:
+            assert reader.cache.open_row() == row
+            reader.read([Feed(row, tokens, EMPTY)])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_tree_may_be_fed_in_parts(seed: int) -> None:
+    """In ragged batches of which rows drop out: the same attention, keys and values as from the whole tree at once."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 4)
+    whole, parts = readers(rng, count)
+    trees = []
+    for _ in range(count):
+        n = rng.randint(1, 9)
+        parents = list(range(-1, n - 1)) if rng.random() < 0.3 else random_tree(rng, n)
+        trees.append(Draft(rng.choices(range(50), k=n), parents))
+    expected = whole.read([Feed(row, [], tree) for row, tree in enumerate(trees)])
+    found: list[list[Tensor]] = [[] for _ in trees]
+    stored = [0] * count
+    while live := [row for row in range(count) if stored[row] < len(trees[row])]:
+        until = {row: rng.randint(stored[row] + 1, len(trees[row])) for row in live}
+        feeds = [Feed(row, [], prefix(trees[row], until[row]), stored[row]) for row in live]
+        assert [len(feed) for feed in feeds] == [until[row] - stored[row] for row in live]
+        for row, output in zip(live, parts.read(feeds), strict=True):
+            found[row].append(output)
+            stored[row] = until[row]
+    for row, tree in enumerate(trees):
+        torch.testing.assert_close(torch.cat(found[row], 1), expected[row])
+        used = whole.cache.lengths[row] + len(tree)
+        for mine, theirs in (
+            (parts.cache.keys[0], whole.cache.keys[0]),
+            (parts.cache.values[0], whole.cache.values[0]),
+        ):
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine[row, :, :used], theirs[row, :, :used])
+    assert parts.cache.lengths == whole.cache.lengths, "nodes are never counted as held"
+
+
+@given(batch=batches(), window=st.sampled_from([None, 1, 2, 3, 6]), rounding=st.sampled_from([1, 4, 16]))
+@QUICK
+def test_masks_and_positions_of_the_last_part_are_those_of_the_whole(
+    batch: tuple[list[int], list[Feed]], window: int | None, rounding: int
+) -> None:
+    lengths, feeds = batch
+    cache, rng = new_cache(rounding=rounding), random.Random(len(feeds))
+    cache.lengths = list(lengths)
+    trees = [feed.draft if len(feed.draft) else Draft.chain([2]) for feed in feeds]
+    stored = [rng.randrange(len(tree)) for tree in trees]
+    parts = [Feed(feed.row, [], tree, count) for feed, tree, count in zip(feeds, trees, stored, strict=True)]
+    prepared = cache.prepare(parts, device=CPU)
+    mask = additive_mask(prepared, window=window, dtype=torch.float32)
+    m = max(map(len, parts))
+    for index, part in enumerate(parts):
+        positions = prepared["position_ids"][index].tolist()[m - len(part) :]
+        assert positions == [lengths[part.row] + depth for depth in depths(part.draft.parents)[part.num_stored :]]
+        for at in range(len(part)):
+            seen = {slot for slot, value in enumerate(mask[index, 0, m - len(part) + at].tolist()) if value == 0}
+            assert seen == visible_slots(
+                lengths[part.row], Feed(part.row, [], part.draft), part.num_stored + at, window
+            )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -13,13 +15,30 @@ import pytest
 from conftest import ToyTarget, chi_square, dense_p, plain_loop, sequence
 from test_verify import WORLDS, Context, World, chain, check
 
-from flashspec.choice import QuickController
-from flashspec.controller import MAX_TOKENS, PROBE_EVERY, PROBE_SHARE, Controller, Rates, StepCosts
-from flashspec.core import Draft, SamplingParams, Sequence
+from flashspec.choice import HeadsController, QuickController
+from flashspec.controller import (
+    ALL_DECAY,
+    LEVELS,
+    MAX_TOKENS,
+    OWN_DECAY,
+    PRIOR_DRAFTS,
+    PRIOR_GUESSES,
+    PRIOR_RATE,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    Calibration,
+    Controller,
+    OwnGuesses,
+    Rates,
+    StepCosts,
+    Times,
+)
+from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, ROOT, Draft, SamplingParams, Sequence
 from flashspec.costs import CostCurve
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
 from flashspec.engine import LocalEngine
+from flashspec.tree import best_first, paths
 
 # seconds measured on two AVX2 cores: Qwen2.5-Coder-1.5B and its 0.5B (docs/log.md)
 TARGET = CostCurve(
@@ -460,3 +479,269 @@ def test_sampled_output_follows_the_target_with_everything_on(frozen_costs: None
     for tokens, count in counts.items():
         observed[tokens] = count
     assert chi_square(observed.ravel(), p.ravel()) < 1
+
+
+# trees
+
+
+@dataclass
+class PlainCalibration:
+    """Every guess that was looked at, in order; each counts less by the number of those after it."""
+
+    kinds: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))  # hits by class of confidence
+    own: list[tuple[bool, float]] = field(default_factory=list)  # of this text: a hit, and what was expected
+
+    def kind(self, confidence: float) -> int:
+        return sum(border <= confidence for border in LEVELS)
+
+    def rate(self, confidence: float) -> float:
+        seen = self.kinds[self.kind(confidence)]
+        weights = [ALL_DECAY**age for age in reversed(range(len(seen)))]
+        hits = sum(weight for weight, is_hit in zip(weights, seen, strict=True) if is_hit)
+        return (hits + PRIOR_GUESSES * confidence) / (sum(weights) + PRIOR_GUESSES)
+
+    def chance(self, confidence: float) -> float:
+        weights = [OWN_DECAY**age for age in reversed(range(len(self.own)))]
+        hits, expected = (sum(w * each[i] for w, each in zip(weights, self.own, strict=True)) for i in range(2))
+        return min(self.rate(confidence) * (hits + PRIOR_DRAFTS) / (expected + PRIOR_DRAFTS), 1.0)
+
+    def observe(self, draft: Draft, accepted: Seq[int]) -> None:
+        for node, parent in enumerate(draft.parents):
+            if parent == ROOT or parent in accepted:
+                confidence = (draft.confidences or [])[node]
+                self.own.append((node in accepted, self.rate(confidence)))
+                self.kinds[self.kind(confidence)].append(node in accepted)
+
+
+def random_tree(rng: random.Random) -> Draft:
+    parents = [rng.randrange(ROOT, node) for node in range(rng.randint(1, 9))]
+    confidences = [rng.choice([rng.random(), *LEVELS]) for _ in parents]
+    return Draft([0] * len(parents), parents, None, "tree", confidences)
+
+
+def test_what_confidences_are_worth_is_learned_from_the_nodes_that_were_looked_at() -> None:
+    """Those below a node that was not accepted say nothing; a chance is that of the whole path."""
+    rng, found, plain, own = random.Random(0), Calibration(), PlainCalibration(), OwnGuesses()
+    for _ in range(120):
+        draft = random_tree(rng)
+        assert draft.confidences is not None
+        chances = [plain.chance(confidence) for confidence in draft.confidences]
+        expected = [math.prod(chances[node] for node in path) for path in paths(draft.parents)]
+        assert found.chances(own, draft.confidences, draft.parents) == pytest.approx(expected)
+        in_a_row = list(itertools.accumulate(chances, lambda a, b: a * b))
+        assert found.chances(own, draft.confidences) == pytest.approx(in_a_row)
+        accepted = rng.choice([[], *paths(draft.parents)])
+        found.observe(own, draft, accepted)
+        plain.observe(draft, accepted)
+    assert len(plain.own) > 200
+
+
+def test_a_chain_teaches_as_a_tree_without_siblings() -> None:
+    ways = []
+    for accepted in (range(2), [0, 1]):
+        calibration, own = Calibration(), OwnGuesses()
+        calibration.observe(own, Draft.chain([0] * 4, confidences=[0.9, 0.8, 0.6, 0.5]), accepted)
+        ways.append(calibration.chances(own, [0.9, 0.6, None]))
+    assert ways[0] == ways[1]
+    assert ways[0][-1] / ways[0][-2] < PRIOR_RATE, "one of three, the fourth was not looked at"
+
+
+def stepped(rng: random.Random) -> CostCurve:
+    """Plateaus and cliffs, never falling."""
+    widths = sorted(rng.sample(range(2, MAX_TOKENS + 2), 5))
+    more = itertools.accumulate(rng.choice([0.0, 0.02, 0.3, 0.8]) for _ in widths)
+    return CostCurve(((1, 1.0), *((width, 1.0 + seconds) for width, seconds in zip(widths, more, strict=True))))
+
+
+def test_of_a_tree_that_is_there_the_length_that_gains_most_is_kept() -> None:
+    """Brute force over lengths; costs rise in steps, so that one more node may not pay where five more do."""
+    rng, lengths = random.Random(0), Counter[int]()
+    for _ in range(300):
+        cost, draft = stepped(rng), random_tree(rng)
+        controller, seq = Controller(cost), sequence([0] * 9, SamplingParams(max_tokens=99), num_prompt_tokens=8)
+        controller.budgets([seq], [MAX_TOKENS], [0])
+        sure = draft.confidences or []
+        chances = [math.prod(sure[node] for node in path) for path in paths(draft.parents)]
+        rate = controller._states[seq.id].goal[0]
+        gains = [sum(chances[:n]) - rate * (cost(n + 1) - cost(1)) for n in range(len(draft) + 1)]
+        length = controller.length(seq, sure, draft.parents)
+        assert gains[length] == pytest.approx(max(gains))
+        lengths[length] += 1
+    assert len(lengths) > 6
+    assert Controller(TARGET).length(sequence([0], name="unknown"), [0.1] * 3, [-1, -1, 0]) == 3, "no plan, no opinion"
+
+
+def test_a_probe_drafts_a_node_of_a_tree_in_any_case() -> None:
+    controller = Controller(CostCurve(((1, 1.0), (17, 9.0))))
+    seq = taught(controller, "s", 0.0)
+    budgets = [controller.budgets([seq], [MAX_TOKENS], [0])[0] for _ in range(20 * PROBE_EVERY)]
+    assert set(budgets) == {0, 1}
+    while not controller.budgets([seq], [MAX_TOKENS], [0])[0]:
+        pass
+    assert controller.length(seq, [0.01, 0.01], [-1, -1]) == 1
+    controller.observe(seq, 1, Draft.chain([0], confidences=[0.01]), 0)
+    controller.budgets([seq], [MAX_TOKENS], [0])
+    assert controller.length(seq, [0.01, 0.01], [-1, -1]) == 0
+
+
+# heads: all guesses of a step together cost a little
+
+
+@dataclass
+class HeadsClock:
+    """One machine, one text after the other, and heads of which each guess holds as often as ``holds`` says.
+
+    A tree has three candidates at each of four depths; they say of themselves that they are ``sure``.
+    """
+
+    holds: Callable[[int], tuple[float, ...]]  # output position -> chance that the candidate of each rank is right
+    heads: float = 0.1  # seconds of making all guesses
+    cost: CostCurve = TARGET
+    sure: tuple[float, ...] = (0.7, 0.15, 0.05)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    seconds: float = 0.0
+    drafted: list[int] = field(default_factory=list)  # nodes at each step
+    budgets: list[int] = field(default_factory=list)
+
+    def run(self, num_tokens: int, controller: HeadsController, name: str = "s") -> None:
+        seq = sequence([0] * 9, SamplingParams(max_tokens=num_tokens + 1), num_prompt_tokens=8, name=name)
+        while (left := num_tokens + 1 - seq.num_output_tokens) > 0:
+            (budget,) = controller.budgets([seq], [min(MAX_TOKENS, left - 1)], [0])
+            draft = self._draft(seq, budget, controller)
+            drafting, forward = self.heads * (budget > 0), self.cost(1 + len(draft))
+            self.seconds += drafting + forward
+            self.budgets.append(budget)
+            self.drafted.append(len(draft))
+            accepted = self._accepted(seq, draft)
+            seq.tokens += [0] * (len(accepted) + 1)
+            controller.observe(seq, budget, draft, len(accepted), accepted=accepted)
+            controller.observe_times([draft], [budget], [0], Times(drafting, forward, 0.0))
+        controller.forget(seq)
+
+    def _draft(self, seq: Sequence, budget: int, controller: HeadsController) -> Draft:
+        """As ``Growth`` makes one; a token is the rank of its candidate."""
+        if not budget:
+            return EMPTY
+        parents, ranks = best_first([self.sure] * 4, budget)
+        count = controller.length(seq, [self.sure[rank] for rank in ranks], parents)
+        return Draft(ranks[:count], parents[:count], None, "heads", [self.sure[rank] for rank in ranks[:count]])
+
+    def _accepted(self, seq: Sequence, draft: Draft) -> list[int]:
+        path: list[int] = []
+        while True:
+            chances, drawn = self.holds(seq.num_output_tokens + len(path)), self.rng.random()
+            rank = next((i for i, end in enumerate(itertools.accumulate(chances)) if drawn < end), -1)
+            at = path[-1] if path else ROOT
+            below = [node for node, parent in enumerate(draft.parents) if parent == at and draft.tokens[node] == rank]
+            if not below:
+                return path
+            path += below
+
+
+def always(*chances: float) -> Callable[[int], tuple[float, ...]]:
+    return lambda position: chances
+
+
+def heads_controller(heads: float, cost: CostCurve = TARGET) -> HeadsController:
+    return HeadsController(cost, CostCurve(((1, heads), (8, heads))))
+
+
+@pytest.mark.parametrize(
+    "sure", [(0.7, 0.15, 0.05), (0.95, 0.03, 0.01), (0.3, 0.2, 0.1)], ids=["sure", "boast", "meek"]
+)
+@pytest.mark.parametrize("heads", [0.01, 0.05, 0.15])
+def test_heads_that_never_know_cost_next_to_nothing(heads: float, sure: tuple[float, ...]) -> None:
+    """In one long text, and in many short ones."""
+    for requests, num_tokens in ((1, 3000), (40, 100)):
+        clock, controller = HeadsClock(always(0.0), heads * TARGET(1), sure=sure), heads_controller(heads * TARGET(1))
+        for number in range(requests):
+            clock.run(num_tokens, controller, str(number))
+        assert clock.seconds <= 1.03 * requests * num_tokens * TARGET(1)
+        assert sum(budget > 0 for budget in clock.budgets[len(clock.budgets) // 2 :]) > 0, "it is tried now and then"
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_heads_draft_where_that_pays_and_only_there(chance: float) -> None:
+    """Beside plain decoding and the best number of nodes that never changes."""
+    heads, num_tokens = 0.1 * TARGET(1), 1500
+    holds = always(chance, 0.4 * (1 - chance), 0.2 * (1 - chance))
+    sure = holds(0)
+    controller = heads_controller(heads)
+    clock = HeadsClock(holds, heads, sure=sure)
+    clock.run(num_tokens, controller)
+    fixed = []
+    for count in (1, 2, 3, 4, 6, 8, 11, 16):
+        parents, ranks = best_first([sure] * 4, count)
+        gain = sum(math.prod(sure[ranks[node]] for node in path) for path in paths(parents))
+        fixed.append((TARGET(1 + count) + heads) / (1 + gain))
+    assert clock.seconds <= 1.05 * num_tokens * min(TARGET(1), *fixed)
+
+
+def test_heads_come_back_when_the_text_can_be_foreseen() -> None:
+    controller = heads_controller(0.02)
+    clock = HeadsClock(lambda position: (0.9, 0.05) if position > 400 else (0.0, 0.0), 0.02)
+    clock.run(1600, controller)
+    assert sum(clock.drafted[60:300]) < 40, "nothing to be had"
+    assert np.mean(np.array(clock.drafted[-100:]) > 0) > 0.9
+    assert 1600 * TARGET(1) / clock.seconds > 1.3
+
+
+def test_cheap_width_is_used_for_more_nodes() -> None:
+    means = []
+    for extra in (0.0, 0.03, 0.2, 1.0):
+        cost = CostCurve(((1, 0.1), (17, 0.1 * (1 + 16 * extra))))
+        clock = HeadsClock(always(0.7, 0.15, 0.05), 0.002, cost=cost)
+        clock.run(600, heads_controller(0.002, cost))
+        means.append(np.mean(clock.drafted[50:-20]))
+    assert means[0] > 12
+    assert means == sorted(means, reverse=True)
+    assert means[0] > means[1] > means[2] > means[3]
+    assert means[3] < 0.5
+
+
+def test_dear_heads_are_left_alone_where_cheap_ones_are_used() -> None:
+    drafted = []
+    for heads in (0.02, 0.9):
+        clock = HeadsClock(always(0.5, 0.2, 0.1), heads * TARGET(1), sure=(0.5, 0.2, 0.1))
+        clock.run(800, heads_controller(heads * TARGET(1)))
+        drafted.append(np.mean([budget > 0 for budget in clock.budgets[100:]]))
+    assert drafted[0] > 0.9
+    assert drafted[1] < 0.1
+
+
+def test_what_heads_take_is_learned() -> None:
+    """They were measured as free, and take as long as a step."""
+    controller = HeadsController(TARGET, None)
+    clock = HeadsClock(always(0.4, 0.1, 0.05), TARGET(1), sure=(0.4, 0.1, 0.05))
+    clock.run(2000, controller)
+    assert clock.seconds <= 1.06 * 2000 * TARGET(1)
+    assert np.mean([budget > 0 for budget in clock.budgets[500:]]) < 0.05
+
+
+def test_in_a_batch_only_those_draft_whose_guesses_hold() -> None:
+    controller = heads_controller(0.03, CostCurve(((1, 0.139), (64, 0.2))))
+    good, bad = (
+        sequence([0] * 10, SamplingParams(max_tokens=99), num_prompt_tokens=8, name=n) for n in ("good", "bad")
+    )
+    for _ in range(40):
+        budgets = controller.budgets([good, bad], [4, 4], [0, 0])
+        for seq, budget in zip((good, bad), budgets, strict=True):
+            draft = Draft.chain([0] * budget, confidences=[0.8] * budget)
+            controller.observe(seq, budget, draft, budget if seq is good else 0)
+    assert controller.budgets([good, bad], [4, 4], [0, 0]) == [4, 0]
+    assert controller.budgets([bad, good], [4, 4], [0, 0]) == [0, 4]
+
+
+def test_budgets_of_heads_have_reasons_and_leave_nothing() -> None:
+    controller = HeadsController(TARGET, CostCurve(((1, 0.002), (8, 0.002))), max_tokens=6)
+    seqs = [sequence([0] * (8 + n), SamplingParams(max_tokens=99), num_prompt_tokens=8, name=str(n)) for n in range(4)]
+    assert controller.budgets(seqs, [0, 9, 2, 0], [0] * 4) == [0, 6, 2, 0]
+    assert [controller.reason(seqs[i]) for i in (0, 3)] == [FIRST_TOKEN, LAST_TOKEN]
+    for _ in range(40):
+        controller.observe(seqs[1], 6, Draft.chain([0], confidences=[0.5]), 0)
+    assert controller.budgets(seqs, [0, 9, 2, 0], [0] * 4)[1] == 0
+    assert controller.reason(seqs[1]) == "guesses hold too rarely for what they cost"
+    for seq in [*seqs, sequence([0], name="unknown")]:
+        controller.forget(seq)
+    assert not controller._gains
+    assert not controller._texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence as Seq
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from flashspec.core import ROOT, Draft, SamplingParams, Sequence
 from flashspec.drafters import growth as growing
 from flashspec.drafters.growth import SHAPE, Growth, Guess, Vocabulary, guesses, is_drawn
 from flashspec.sampling import distribution, exponential_noise
-from flashspec.tree import best_first, paths
+from flashspec.tree import best_chain, best_first, paths
 from flashspec.verify import verify
 
 T = TypeVar("T")
@@ -486,7 +487,8 @@ def check_law(
     for module in (growing, verifying):
         monkeypatch.setattr(module, "draw", fate.draw)
     seq.rng = fate
-    expected = joint(logits, seq, (), length)
+    rest = cache(lambda context: joint(logits, seq, context, length - len(context)))
+    expected = rest(())
     total, shapes = np.zeros_like(expected), set()
     for draft, chance in fate.runs(propose):
         contexts = [(), *token_paths(draft)]
@@ -495,7 +497,7 @@ def check_law(
         shapes.add(tuple(draft.parents))
         for verdict, more in fate.runs(lambda draft=draft, p=p: verify(p, draft, seq)):
             emitted = (*(draft.tokens[node] for node in verdict.accepted), verdict.next_token)
-            total[emitted] += chance * more * joint(logits, seq, emitted, length - len(emitted))
+            total[emitted] += chance * more * rest(emitted)
     assert total.sum() == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(total, expected, rtol=0, atol=2e-6)
     return shapes
@@ -541,6 +543,15 @@ def test_a_step_leaves_the_targets_distribution(
     assert max(map(len, shapes)) > 1 or rule is not None
     if width > 1 and kind == "plain" and rule is None:
         assert any(parents.count(ROOT) > 1 for parents in shapes)
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_the_first_path_of_a_drawn_tree_leaves_it_too(verification: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a target that takes no trees: later siblings are left out, whatever was drawn."""
+    target, rows = ToyTarget(3, scale=1.2, salt=2), rows_of(7, size=3, scale=1.2)
+    seq = sequence([1, 2], SamplingParams(temperature=1.0, verification=verification), num_prompt_tokens=1)
+    made = lambda: best_chain(grown(Growth(seq, 5, Vocabulary(3), 3, True, most_deep=2), rows))  # noqa: E731
+    assert check_law(monkeypatch, made, seq, target.logits) == {(-1, 0)}
 
 
 def test_block_verification_of_a_drawn_chain_leaves_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -733,15 +733,16 @@ def test_positions_are_the_heads_own(
         ({}, (2, 5, 7)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 5, LAYERS]}, (0, 5, LAYERS)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}, (2, 5, 7)),  # whose outputs are read
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, LAYERS - 1]}}, (0, LAYERS)),
         ({"eagle_config": {"use_aux_hidden_state": True}, "eagle_aux_hidden_state_layer_ids": None}, (2, 5, 7)),
     ],
 )
 def test_feature_layers(folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
-    put_eagle(folder, eagle_tensors(), eagle_config(**settings))
+    put_eagle(folder, eagle_tensors() | {"fc.weight": random(D, len(layers) * D)}, eagle_config(**settings))
     assert eagle(folder)[0].config.feature_layers == layers
 
 
-@pytest.mark.parametrize("ids", [[0, 5, LAYERS + 1], [-1, 5, 7], [1.0, 5, 7], ["1", 5, 7], [True, 5, 7], 3, "abc", {}])
+@pytest.mark.parametrize("ids", [[3, 5, LAYERS + 1], [-1, 5, 7], [1.0, 5, 7], ["1", 5, 7], [True, 5, 7], 3, "abc", {}])
 @pytest.mark.parametrize("nested", [False, True])
 def test_feature_layers_out_of_range(folder: Path, ids: Any, nested: bool) -> None:
     settings = {"eagle_aux_hidden_state_layer_ids": ids}
@@ -879,6 +880,7 @@ KINDS: list[tuple[Any, str | None]] = [
     ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
     ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
     (speculators_config(), "eagle3"),
+    (speculators_config(architectures=None, draft_vocab_size=None), "eagle3"),
     (speculators_config(architectures=["DFlashDraftModel"], speculators_model_type="dflash"), None),
     ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}, None),
     ({"architectures": None}, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -9,23 +10,32 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import ScriptedDrafter, ToyTarget, chi_square, dense_p, plain_loop, sequence
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashspec import choice, loader
-from flashspec.choice import HybridController, QuickController
+from flashspec.backends.hf import HFTarget
+from flashspec.bench.methods import pairs_of
+from flashspec.choice import HeadsController, HybridController, QuickController
 from flashspec.controller import MAX_TOKENS, PROBE_SHARE, Controller, StepCosts, Times
 from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, Draft, Drafter, SamplingParams, Score, Sequence, Verdict
 from flashspec.costs import CostCurve
+from flashspec.drafters.eagle import EagleDrafter
 from flashspec.drafters.hybrid import HybridDrafter
+from flashspec.drafters.medusa import MedusaDrafter
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.suffix import SuffixDrafter
 from flashspec.engine import AnyController, LocalEngine
-from flashspec.errors import MemoryLimitError, OptionError
+from flashspec.errors import MemoryLimitError, ModelError, OptionError
+from flashspec.heads.eagle import EagleConfig, EagleHead
+from flashspec.heads.files import write_eagle, write_medusa
+from flashspec.heads.medusa import MedusaHeads
 from flashspec.pretrained import Loaded
 
 # a target whose steps cost by the block of tokens, as the kernels' do, and draft models beside it, in seconds
@@ -669,7 +679,9 @@ def test_guesses_that_were_right_are_never_learned_as_wrong(
     monkeypatch.setattr(engine.controller.slow, "advantage", lambda *args, **kwargs: math.inf)
     learned = []
     monkeypatch.setattr(
-        engine.controller.quick._calibration, "observe", lambda own, draft, held: learned.append((len(draft), held))
+        engine.controller.quick._calibration,
+        "observe",
+        lambda own, draft, held: learned.append((len(draft), len(held))),
     )
     for first in range(12):
         assert engine.generate([1, first], SamplingParams(max_tokens=30)).tokens
@@ -767,23 +779,24 @@ def test_a_request_that_never_ran_may_be_forgotten() -> None:
 
 
 @pytest.mark.parametrize("auto", [None, "auto"])
-@pytest.mark.parametrize(("has_draft", "name"), [(True, "hybrid"), (False, "suffix")])
-def test_auto_is_hybrid_where_there_is_a_draft_model(auto: str | None, has_draft: bool, name: str) -> None:
-    kind, chosen = loader.choose_drafter(auto, has_draft=has_draft)
+@pytest.mark.parametrize(("draft", "name"), [("owner/small", "hybrid"), (None, "suffix")])
+def test_auto_is_hybrid_where_there_is_a_draft_model(auto: str | None, draft: str | None, name: str) -> None:
+    kind, chosen = loader.choose_drafter(auto, draft=draft)
     assert chosen == name
     assert kind is loader.DRAFTERS[name]
 
 
 def test_a_drafter_is_chosen_by_its_name() -> None:
     for name, kind in loader.DRAFTERS.items():
-        assert loader.choose_drafter(name, has_draft=True) == (kind, name)
+        assert loader.choose_drafter(name, draft="owner/small") == (kind, name), "what lies on a hub may be anything"
     own = Parrot("mine", 1)
-    assert loader.choose_drafter(own, has_draft=False) == (None, "mine")
-    with pytest.raises(OptionError, match="needs a draft model; name one with --draft"):
-        loader.choose_drafter("hybrid", has_draft=False)
+    assert loader.choose_drafter(own) == (None, "mine")
+    for name, what in (("model", "a draft model"), ("hybrid", "a draft model or a folder of heads")):
+        with pytest.raises(OptionError, match=f"drafter '{name}' needs {what}; name it with --draft, or use --drafter"):
+            loader.choose_drafter(name)
     for unknown in ("hibrid", 3):
         with pytest.raises(OptionError, match=f"drafter is {unknown!r}; it must be auto"):
-            loader.choose_drafter(unknown, has_draft=True)  # type: ignore[arg-type]
+            loader.choose_drafter(unknown, draft="owner/small")  # type: ignore[arg-type]
 
 
 class Words:
@@ -869,5 +882,198 @@ def test_a_draft_model_that_nobody_uses_is_said_to_be_left_out(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="flashspec"):
         engine = loader.load("big", draft="small", drafter="suffix")
-    assert "the draft model small is not loaded" in caplog.text
+    assert "small is not loaded: drafter is 'suffix'; leave that out for one that reads it" in caplog.text
     assert engine.why == "drafter suffix, as asked"
+
+
+# heads by name
+
+SIZE, LAYERS = 12, 4
+Folders = dict[str, str]
+
+
+@functools.cache
+def network() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=SIZE, hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    """A draft model, Medusa heads and an EAGLE-3 head for one target, and Medusa heads for a wider one."""
+    torch.manual_seed(1)
+    facts: dict[str, Any] = {"base": "big", "accuracies": [0.5], "expected_length": 1.5}
+    network().config.save_pretrained(tmp_path / "model")
+    write_medusa(MedusaHeads(16, SIZE, num_heads=2), tmp_path / "medusa", **facts)
+    write_medusa(MedusaHeads(24, SIZE, num_heads=2), tmp_path / "wide", **facts)
+    config = EagleConfig(layer=network().config, draft_vocab_size=SIZE, target_hidden_size=16, feature_layers=(1, 2, 3))
+    write_eagle(EagleHead(config), tmp_path / "eagle3", max_position_embeddings=64, **facts)
+    return {name: str(tmp_path / name) for name in ("model", "medusa", "wide", "eagle3")}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``load`` gets a tiny Llama, whose steps cost what was made up."""
+    fake = lambda model, **options: Loaded(model, HFTarget(network()), Words(), {"torch": "2.8"})  # noqa: E731
+    monkeypatch.setattr(loader, "load_model", fake)
+    monkeypatch.setattr(loader, "cost_curve", lambda *args, is_draft=False, **kwargs: TOY_DRAFT if is_draft else TOY)
+
+
+@pytest.mark.parametrize("auto", [None, "auto"])
+@pytest.mark.parametrize("held", ["model", "medusa", "eagle3"])
+def test_auto_is_hybrid_whatever_guesses_beside_the_text(held: str, auto: str | None, folders: Folders) -> None:
+    kind, name = loader.choose_drafter(auto, draft=folders[held])
+    assert name == "hybrid"
+    assert loader.heads_read(loader.DRAFTERS["hybrid"], folders[held]) == (None if held == "model" else held)
+    assert kind is loader.DRAFTERS["hybrid"]
+
+
+WHAT = {"model": "a draft model", "medusa": "a folder of Medusa heads", "eagle3": "a folder with an EAGLE-3 head"}
+
+
+@pytest.mark.parametrize("held", WHAT)
+@pytest.mark.parametrize("asked", ["model", "translated", "medusa", "eagle3"])
+def test_a_drafter_that_reads_something_else_is_refused_in_a_line(asked: str, held: str, folders: Folders) -> None:
+    needs = "model" if asked == "translated" else asked
+    if needs == held:
+        assert loader.choose_drafter(asked, draft=folders[held]) == (loader.DRAFTERS[asked], asked)
+        return
+    with pytest.raises(OptionError) as caught:
+        loader.choose_drafter(asked, draft=folders[held])
+    assert str(caught.value) == (
+        f"drafter {asked!r} needs {WHAT[needs]}, and {folders[held]!r} is {WHAT[held]}; "
+        "leave out --drafter, or name another with --draft"
+    )
+
+
+@pytest.mark.parametrize("asked", ["medusa", "eagle3"])
+def test_heads_have_to_be_named(asked: str) -> None:
+    with pytest.raises(OptionError, match=f"^drafter '{asked}' needs {WHAT[asked]}; name it with --draft, or use "):
+        loader.choose_drafter(asked)
+
+
+def test_a_benchmark_has_each_drafter_with_each_draft_that_it_reads(folders: Folders) -> None:
+    model, medusa, eagle3 = (folders[name] for name in WHAT)
+    drafts = [medusa, model, eagle3]
+    for names, pairs in (
+        (["model", "medusa", "eagle3"], [("model", model), ("medusa", medusa), ("eagle3", eagle3)]),
+        (["hybrid"], [("hybrid", medusa), ("hybrid", model), ("hybrid", eagle3)]),
+        (["auto", "hybrid"], [("hybrid", medusa), ("hybrid", model), ("hybrid", eagle3)]),
+        (["suffix", "none", "ngram"], [("suffix", None), ("ngram", None)]),
+    ):
+        assert pairs_of(names, drafts) == [("none", None), *pairs]
+    assert pairs_of(["auto"], []) == [("none", None), ("suffix", None)]
+    assert pairs_of(["medusa"], [medusa, folders["wide"]])[1:] == [("medusa", medusa), ("medusa", folders["wide"])]
+    assert pairs_of(["medusa"], ["owner/name", medusa])[1:] == [("medusa", "owner/name"), ("medusa", medusa)]
+
+
+@pytest.mark.parametrize(
+    ("names", "held", "message"),
+    [
+        (
+            ["medusa"],
+            ["eagle3", "model"],
+            "drafter 'medusa' needs a folder of Medusa heads, and .*eagle3' is a folder w",
+        ),
+        (["model"], ["medusa"], "drafter 'model' needs a draft model, and .*medusa' is a folder of Medusa heads"),
+        (["suffix", "eagle3"], [], "drafter 'eagle3' needs a folder with an EAGLE-3 head; name it with --draft"),
+        (["medusae"], ["medusa"], "drafter is 'medusae'; it must be auto or one of"),
+    ],
+)
+def test_a_benchmark_refuses_a_drafter_that_reads_none_of_the_drafts(
+    names: list[str], held: list[str], message: str, folders: Folders
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        pairs_of(names, [folders[name] for name in held])
+
+
+def plain(params: SamplingParams) -> list[list[int]]:
+    def logits(context: Seq[int]) -> np.ndarray:
+        found: np.ndarray = HFTarget(network()).plain_logits(list(context)).numpy()
+        return found
+
+    return [plain_loop(logits, prompt, params) for prompt in PROMPTS]
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("length", [4, "auto"])
+@pytest.mark.parametrize(("asked", "held", "made", "controller"), [
+    ("medusa", "medusa", MedusaDrafter, HeadsController), ("eagle3", "eagle3", EagleDrafter, Controller),
+    ("auto", "medusa", MedusaDrafter, HybridController), ("auto", "eagle3", EagleDrafter, HybridController),
+])  # fmt: skip
+def test_heads_are_loaded_by_name(
+    asked: str, held: str, made: type[Drafter], controller: type[Any], length: int | str, folders: Folders
+) -> None:
+    """And the text stays the target's own, alone and in a batch."""
+    engine = loader.load(
+        "big", draft=folders[held], drafter=asked, num_speculative_tokens=length, draft_dtype="float32", draft_width=2
+    )
+    slow: Any = getattr(engine.drafter, "slow", engine.drafter)
+    assert slow.width == 2
+    assert type(slow) is made
+    assert isinstance(engine.drafter, HybridDrafter) == (asked == "auto")
+    assert type(engine.controller) is (controller if length == "auto" else type(None))
+    assert held in engine.why.lower()
+    for params in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.9, seed=2)):
+        results = engine.generate(PROMPTS, params)
+        assert [result.tokens for result in results] == plain(params)
+    assert engine.stats().num_drafts > 5 or length == "auto"
+
+
+@pytest.mark.usefixtures("served")
+def test_heads_for_another_width_are_refused_with_the_numbers(folders: Folders) -> None:
+    with pytest.raises(
+        ModelError, match=r"wide'.* are for a hidden size of 24 \(big\), and the target has 16; name heads"
+    ):
+        loader.load("big", draft=folders["wide"], draft_dtype="float32", num_speculative_tokens=2)
+
+
+@pytest.mark.usefixtures("served")
+def test_heads_made_for_another_model_are_said_to_guess_badly(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="flashspec"):
+        for model in ("somewhere/BIG", "bigger"):
+            loader.load(model, draft=folders["medusa"], draft_dtype="float32", num_speculative_tokens=2)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "were trained for big, and the model is bigger" in message
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["auto", "medusa", "eagle3", "hybrid"])
+def test_heads_beside_a_target_without_hidden_states_are_refused(
+    asked: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's show none."""
+    monkeypatch.setattr(HFTarget, "has_hidden", False)
+    folder = folders["eagle3" if asked == "eagle3" else "medusa"]
+    with pytest.raises(
+        OptionError, match=r"^heads read the model's hidden states, which HFTarget does not show; leave "
+    ):
+        loader.load("big", draft=folder, drafter=asked, num_speculative_tokens=2)
+
+
+def test_llamacpp_shows_no_hidden_states() -> None:
+    llamacpp = pytest.importorskip("flashspec.backends.llamacpp")
+    assert llamacpp.LlamaTarget.has_hidden is False
+
+
+@pytest.mark.parametrize("width", [0, 17, True])
+@pytest.mark.parametrize("name", ["medusa", "hybrid"])
+def test_widths_out_of_range_are_refused(name: str, width: int) -> None:
+    drafter: Drafter = MedusaDrafter(MedusaHeads(16, SIZE))
+    with pytest.raises(OptionError, match=r"width is .*; a whole number from 1 \(a chain\) to 16"):
+        loader.shaped(HybridDrafter(SuffixDrafter(), drafter) if name == "hybrid" else drafter, width)
+
+
+def test_a_width_is_for_drafters_of_trees() -> None:
+    with pytest.raises(OptionError, match=r"draft_width is 2, and this drafter has none to choose; .*, or use model, "):
+        loader.shaped(SuffixDrafter(), 2)
+    drafter = MedusaDrafter(MedusaHeads(16, SIZE), width=3)
+    assert loader.shaped(drafter, None) is drafter
+    assert drafter.width == 3
+    assert loader.shaped(None, None) is None

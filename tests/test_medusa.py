@@ -55,7 +55,7 @@ def seeing_heads() -> MedusaHeads:
     heads = MedusaHeads(HEADS * VOCAB, VOCAB, num_heads=HEADS).requires_grad_(False)
     for parameter in heads.blocks.parameters():
         parameter.zero_()
-    for output, rows in zip(heads.outputs.parameters(), torch.eye(HEADS * VOCAB).split(VOCAB), strict=True):
+    for output, rows in zip(heads.outputs.parameters(), torch.eye(HEADS * VOCAB).chunk(HEADS), strict=True):
         output.copy_(30 * rows)
     return heads
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flashspec.backends.hf import HFTarget
 from flashspec.core import EMPTY, ROOT, Draft, SamplingParams, Score, Sequence, SpecStats, Verdict
 from flashspec.engine import LocalEngine
-from flashspec.tree import best_first, children, depths, height, paths, prefix
+from flashspec.tree import best_chain, best_first, children, depths, height, paths, prefix
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 ENGINE = settings(PROPERTY, max_examples=60)
@@ -77,6 +77,22 @@ def test_prefix_keeps_the_first_nodes_whole(draft: Draft, length: int) -> None:
     else:
         assert cut.probs is not None
         assert torch.equal(cut.probs, draft.probs[:length])
+
+
+@PROPERTY
+@given(drafts())
+def test_the_best_chain_follows_first_children(draft: Draft) -> None:
+    nodes: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if parent == (nodes[-1] if nodes else ROOT):
+            nodes.append(node)
+    chain = best_chain(draft)
+    assert chain.is_chain
+    assert (chain.tokens, chain.drafter) == ([draft.tokens[node] for node in nodes], draft.drafter)
+    assert (chain.probs is None) == (draft.probs is None)
+    assert chain.probs is None or draft.probs is None or torch.equal(chain.probs, draft.probs[nodes])
+    sure = Draft(draft.tokens, draft.parents, None, "x", [node / 20 for node in range(len(draft))])
+    assert best_chain(sure).confidences == [node / 20 for node in nodes]
 
 
 @PROPERTY
@@ -274,6 +290,18 @@ def test_any_tree_leaves_the_plain_loops_tokens(is_real: bool) -> None:
     check()
     assert min(kinds[kind] for kind in ("accepted", "recovered", "bonus")) > 50, kinds
     assert sum(count for length, count in lengths.items() if length > 2) > 20, "paths deep inside of trees"
+
+
+def test_a_target_that_takes_no_trees_gets_chains() -> None:
+    target: Any = ToyTarget(VOCAB, eos=[7])
+    target.supports_trees = False
+    params = KINDS["coupled"]
+    plans = [[*prompt, *plan] for prompt, plan in zip(PROMPTS, plain(False, "coupled"), strict=True)]
+    drafter = Scribbler(plans, VOCAB, seed=5, most=9)
+    results = LocalEngine(target, drafter, num_speculative_tokens=9).generate(PROMPTS, params)
+    assert [result.tokens for result in results] == plain(False, "coupled")
+    assert all(draft.is_chain for draft, _ in drafter.seen)
+    assert sum(len(verdict.accepted) > 1 for _, verdict in drafter.seen) > 2
 
 
 # statistics by depth

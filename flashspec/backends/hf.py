@@ -203,7 +203,7 @@ class HFTarget:
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
         states = output.hidden_states[self.num_layers][:, -wanted:].float() if hidden else None
-        inner = torch.cat([output.hidden_states[i] for i in features], -1).float() if features else None
+        inner = torch.cat([output.hidden_states[i] for i in features], -1) if features else None
         return output.logits[:, -wanted:, : self.vocab_size].float(), states, inner
 
 

@@ -224,6 +224,7 @@ class Features:
     Attributes:
         tokens: [all tokens] int64, document after document.
         bounds: of each document: first token, first token that is to be foreseen, end.
+        digest: of the tokens.
     """
 
     def __init__(self, folder: Path, documents: Seq[Document], *, layers: Seq[int], width: int) -> None:
@@ -233,8 +234,8 @@ class Features:
         firsts = [end - len(document.tokens) for end, document in zip(ends, documents, strict=True)]
         starts = [first + document.start for first, document in zip(firsts, documents, strict=True)]
         self.bounds = list(zip(firsts, starts, ends, strict=True))
-        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
-        self._files = {layer: folder / f"states-{digest}-{layer}.f16" for layer in layers}
+        self.digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
+        self._files = {layer: folder / f"states-{self.digest}-{layer}.f16" for layer in layers}
         self._maps = {layer: self._mapped(layer) for layer in self.layers}
 
     def compute(self, hidden_states: Callable[[list[list[int]], Seq[int]], list[Tensor]], report: Report) -> None:

@@ -117,8 +117,7 @@ class Trainer:
         """Write the checkpoint in one step."""
         part = self.checkpoint.with_suffix(".part")
         state = {
-            "plan": asdict(self.plan),
-            "texts": len(self.learned),
+            "training": self._facts(),
             "step": self.step,
             "network": self.objective.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -136,23 +135,37 @@ class Trainer:
             return False
         try:
             state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
-            mine = {"plan": asdict(self.plan), "texts": len(self.learned)}
-            theirs = {name: state[name] for name in mine}
-            if theirs != mine:
-                raise OptionError(
-                    f"{self.checkpoint} is of a training with {_difference(theirs, mine)}; give the same options and "
-                    "data, or leave out --resume to start anew"
-                )
+            self._check(state["training"])
             self.objective.network.load_state_dict(state["network"])
             self.optimizer.load_state_dict(state["optimizer"])
         except OptionError:
             raise
         except Exception as error:  # torch.load raises what pickle, zipfile and state dicts raise
             raise OptionError(
-                f"cannot go on from {self.checkpoint} ({first_line(error)}); leave out --resume to start anew"
+                f"cannot go on from {self.checkpoint} ({first_line(error)}); remove it to start anew"
             ) from error
         self.step = int(state["step"])
         return True
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint must have been made with: going on with anything else would be another training."""
+        network = self.objective.network
+        return {
+            **asdict(self.plan),
+            "texts": f"{len(self.features.bounds)} ({self.features.digest})",
+            "network": type(network).__name__,
+            "guesses": self.objective.num_guesses,
+            "vocabulary": len(self.teacher.weight),
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        }
+
+    def _check(self, theirs: dict[str, Any]) -> None:
+        for name, mine in self._facts().items():
+            if theirs[name] != mine:
+                raise OptionError(
+                    f"{self.checkpoint} is of a training with {name} {theirs[name]}, and this one has {mine}; give the "
+                    "same options and data, or remove it to start anew"
+                )
 
     def _learn(self, batch: Batch) -> float:
         self.objective.network.train()
@@ -214,8 +227,12 @@ def _split(features: Features, seq_len: int) -> tuple[list[tuple[int, int, int]]
     for number, (first, start, end) in enumerate(features.bounds):
         for at in range(first, end, seq_len):
             window = (at, max(start, at + 1), min(at + seq_len, end))
-            if window[2] - window[1] >= 3:
-                (held_out if number % HELD_OUT == 0 else learned).append(window)
+            if window[2] - window[1] < 3:
+                continue
+            if number % HELD_OUT == 0:
+                held_out.append(window)
+            else:  # labels are the target's own distributions, which it has on prompts too: more places to learn from
+                learned.append((at, at + 1, window[2]))
     if not held_out or not learned:
         raise OptionError(
             f"{len(features.bounds)} documents are too few to learn from some and to test on others; give at least "
@@ -243,9 +260,3 @@ def _schedule(step: int, num_steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(num_steps - warm, 1)))
-
-
-def _difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
-    flat = [{**side["plan"], "texts": side["texts"]} for side in (theirs, mine)]
-    name = next(name for name in flat[0] if flat[0][name] != flat[1].get(name))
-    return f"{name} {flat[0][name]}, and this one has {flat[1].get(name)}"

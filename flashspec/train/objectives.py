@@ -111,45 +111,83 @@ class EagleObjective:
         return self._head
 
     def guesses(self, batch: Batch) -> Iterator[Guesses]:
-        head = self._head
+        """Step 0 reads all of a text; the others, and all outputs, are for places that count only."""
+        head, width = self._head, batch.tokens.shape[1]
         features = len(head.config.feature_layers) * head.config.target_hidden_size
-        hidden = head.fuse(batch.states[:, :-1, :features])
-        rows, m, _ = hidden.shape
-        at = torch.arange(m, device=hidden.device)
-        causal = (at[:, None] >= at).expand(rows, 1, m, m)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        hidden = head.fuse(batch.states[..., :features])
+        at = torch.arange(width, device=hidden.device)
+        following = batch.tokens[:, (at + 1).clamp(max=width - 1)]
+        residual, (q, k, v) = head.midlayer.begin(head.embed_tokens(following), hidden)
+        cos, sin = head.positions(hidden, at.expand(len(hidden), -1))
+        attention = _Attention(rotated(k, cos, sin), v, batch.foreseen(2))
+        places = attention.places
+        output = head.midlayer.finish(
+            _at(residual.flatten(0, 1), places), attention(attention.queries(rotated(q, cos, sin)))
+        )
         for step in range(self.num_guesses):
-            following = batch.tokens[:, (at + 1 + step).clamp(max=m)]
-            residual, (q, k, v) = head.midlayer.begin(head.embed_tokens(following), hidden)
-            cos, sin = head.positions(hidden, (at + step).expand(rows, -1))
-            keys.append(rotated(k, cos, sin))
-            values.append(v)
-            output = head.midlayer.finish(residual, _attended(rotated(q, cos, sin), keys, values, causal))
-            seen = torch.nn.functional.pad(batch.foreseen(step + 2)[:, :-1], (0, 1))
-            places = seen.flatten().nonzero().squeeze(1)
-            yield Guesses(head.logits(output.flatten(0, 1)[_without_last(places, m + 1)]), places, step + 2)
-            hidden = head.fed_back(output)
+            if step:
+                ahead = batch.tokens.flatten()[(places + 1 + step).clamp(max=batch.tokens.numel() - 1)]
+                residual, (q, k, v) = head.midlayer.begin(head.embed_tokens(ahead)[None], head.fed_back(output))
+                cos, sin = head.positions(residual, (places % width + step)[None])
+                attention.add(rotated(k, cos, sin), v)
+                output = head.midlayer.finish(residual, attention(rotated(q, cos, sin)))
+            counted = batch.foreseen(step + 2).flatten()[places]
+            yield Guesses(head.logits(output[0, counted]), places[counted], step + 2)
 
 
-def _without_last(places: Tensor, width: int) -> Tensor:
-    """Places in the flat [rows * width] to places in the flat [rows * (width - 1)]."""
-    return places - places // width
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    """[1, places, d] of [all, d]."""
+    return states[places][None]
 
 
-def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
-    """[rows, heads, m, head_dim]: each place's query over the first keys up to it, and over its own later ones."""
-    groups = query.shape[1] // keys[0].shape[1]
-    first_keys, *own_keys = (key.repeat_interleave(groups, 1) for key in keys)
-    first_values, *own_values = (value.repeat_interleave(groups, 1) for value in values)
+class _Attention:
+    """Each place's query over its text's first keys up to it, and over its own later ones.
+
+    Args:
+        keys: of all places of all texts, [rows, heads, width, head_dim]; values likewise.
+        counted: [rows, width] bool, the places with queries.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, counted: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.at = [row.nonzero().squeeze(1) for row in counted]
+        self.places = counted.flatten().nonzero().squeeze(1)
+        self.own: list[tuple[Tensor, Tensor]] = []  # [1, heads, places, head_dim] each
+
+    def queries(self, q: Tensor) -> Tensor:
+        """[1, heads, places, head_dim] of [rows, heads, width, head_dim]."""
+        return torch.cat([q[row, :, at] for row, at in enumerate(self.at)], 1)[None]
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """What each place's next step holds, [1, heads, places, head_dim]."""
+        self.own.append((keys, values))
+
+    def __call__(self, query: Tensor) -> Tensor:
+        """[1, heads, places, head_dim]."""
+        groups = query.shape[1] // self.keys.shape[1]
+        own = [(key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)) for key, value in self.own]
+        found, start = [], 0
+        for row, at in enumerate(self.at):
+            mine = slice(start, start + len(at))
+            start += len(at)
+            later = [(key[0, :, mine], value[0, :, mine]) for key, value in own]
+            found.append(_attended(query[0, :, mine], self.keys[row], self.values[row], at, later))
+        return torch.cat(found, 1)[None]
+
+
+def _attended(query: Tensor, keys: Tensor, values: Tensor, at: Tensor, later: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[heads, places, head_dim] of one text: over first keys [kv_heads, width, head_dim] up to ``at``, and own ones."""
+    end = int(at[-1]) + 1 if len(at) else 0
+    groups = query.shape[0] // keys.shape[0]
+    keys, values = (part[:, :end].repeat_interleave(groups, 0) for part in (keys, values))
+    is_past = at[:, None] >= torch.arange(end, device=at.device)
     scale = query.shape[-1] ** -0.5
-    scores = (query @ first_keys.transpose(2, 3)).mul(scale).masked_fill(~causal, -torch.inf)
-    own = [(query * key).sum(-1, keepdim=True) * scale for key in own_keys]
+    scores = (query @ keys.transpose(1, 2)).mul(scale).masked_fill(~is_past, -torch.inf)
+    own = [(query * key).sum(-1, keepdim=True) * scale for key, _ in later]
     weights = torch.cat([scores, *own], -1).float().softmax(-1).to(query.dtype)
-    m = query.shape[2]
-    found: Tensor = weights[..., :m] @ first_values
-    for step, value in enumerate(own_values):
-        found = found + weights[..., m + step, None] * value
+    found: Tensor = weights[..., :end] @ values
+    for step, (_, value) in enumerate(later):
+        found = found + weights[..., end + step, None] * value
     return found
 
 

@@ -84,8 +84,9 @@ def train(options: TrainOptions, say: Say, *, is_stopped: Callable[[], bool] = l
         options.model, device=options.device, dtype=options.dtype, pack=False, backend="torch",
         progress=lambda line: say(Report(line)),
     )  # fmt: skip
+    size = _num_guessed(options, loaded.target.vocab_size)
     documents, folder = _documents(options, loaded, say)
-    tokens = _frequent(options, documents, loaded.target.vocab_size)
+    tokens = _frequent(documents, size, loaded.target.vocab_size)
     objective = _objective(options, loaded, tokens)
     features = _features(options, loaded, documents, folder, objective.layers, say)
     say(Report("training"))
@@ -118,6 +119,7 @@ def _check(options: TrainOptions) -> None:
         "--max-tokens": (options.max_tokens, 8, 2**20),
         "--temperature": (options.temperature, 0, 100),
         "--lr": (plan.lr, 1e-9, 1),
+        "--seed": (plan.seed, 0, 2**32),
     }
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
@@ -181,15 +183,20 @@ def _folder(options: TrainOptions, loaded: Loaded, documents: Seq[Document]) -> 
     return folder
 
 
-def _frequent(options: TrainOptions, documents: Seq[Document], vocab_size: int) -> Tensor | None:
-    """Ids of the most frequent tokens, ascending; None for all. What is missing to N is filled with the lowest ids."""
+def _num_guessed(options: TrainOptions, vocab_size: int) -> int | None:
+    """How many tokens the network can guess; None for all."""
     wanted = options.vocab_top
     if wanted is None and options.kind == "eagle3":
         wanted = min(EAGLE_VOCAB, vocab_size)
+    if wanted is not None and not 1 <= wanted <= vocab_size:
+        raise OptionError(f"--vocab-top is {wanted}; it must be from 1 to the vocabulary's {vocab_size}")
+    return wanted
+
+
+def _frequent(documents: Seq[Document], wanted: int | None, vocab_size: int) -> Tensor | None:
+    """Ids of the most frequent tokens, ascending; None for all. What is missing to N is filled with the lowest ids."""
     if wanted is None:
         return None
-    if not 1 <= wanted <= vocab_size:
-        raise OptionError(f"--vocab-top is {wanted}; it must be from 1 to the vocabulary's {vocab_size}")
     seen = Counter(token for document in documents for token in document.tokens[document.start :])
     chosen = dict.fromkeys(token for token, _ in seen.most_common(wanted))
     fill = (token for token in range(vocab_size) if token not in chosen)
@@ -238,7 +245,33 @@ def _objective(options: TrainOptions, loaded: Loaded, tokens: Tensor | None) -> 
     embedding = model.get_input_embeddings().weight.detach().float()[: loaded.target.vocab_size]
     head.start_from(embedding.cpu(), output.cpu())
     head.embed_tokens.requires_grad_(False)
+    start_as_target(head, model)
     return EagleObjective(head.to(model.device), last_layer=config.num_hidden_layers, num_steps=options.num_heads)
+
+
+@torch.no_grad()
+def start_as_target(head: EagleHead, model: Any) -> None:
+    """Begin as the target's last layer on its deepest state, reading embeddings as its first layer does.
+
+    Where the target is built like a Llama; elsewhere the layer begins with random numbers.
+    """
+    layers, norm = getattr(model.base_model, "layers", None), getattr(model.base_model, "norm", None)
+    if layers is None:
+        return
+    if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(norm.weight)
+    first, last = layers[0].state_dict(), layers[-1].state_dict()
+    state, width = head.midlayer.state_dict(), head.config.layer.hidden_size
+    for name, value in state.items():
+        if name.removesuffix(".weight").endswith(("q_proj", "k_proj", "v_proj")):
+            for part, source in ((value[:, :width], first), (value[:, width:], last)):
+                if name in source and source[name].shape == part.shape:
+                    part.copy_(source[name])
+        elif name in last and last[name].shape == value.shape:
+            value.copy_(last[name])
+    if head.fc.weight.shape[1] == len(head.config.feature_layers) * width:
+        head.fc.weight.zero_()
+        head.fc.weight[:, -width:].fill_diagonal_(1.0)
 
 
 def eagle_config(config: Any, *, vocab_size: int, draft_vocab_size: int) -> EagleConfig:
