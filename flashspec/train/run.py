@@ -261,6 +261,8 @@ def start_as_target(head: EagleHead, model: Any) -> None:
     if norm is not None and getattr(norm, "weight", None) is not None and norm.weight.shape == head.norm.weight.shape:
         head.norm.weight.copy_(norm.weight)
     first, last = layers[0].state_dict(), layers[-1].state_dict()
+    last["hidden_norm.weight"] = last.pop("input_layernorm.weight", torch.empty(0))
+    last["input_layernorm.weight"] = first.get("input_layernorm.weight", torch.empty(0))
     state, width = head.midlayer.state_dict(), head.config.layer.hidden_size
     for name, value in state.items():
         if name.removesuffix(".weight").endswith(("q_proj", "k_proj", "v_proj")):
