@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,11 +298,14 @@ class Evil:
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str, zipped: bool) -> None:
+@pytest.mark.parametrize("layout", ["zipped", "old", "no torch"])
+def test_code_in_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str, layout: str) -> None:
     proof = tmp_path / "ran"
     tensors = published(plain()) | {"0.0.linear.weight": Evil(proof)}
-    torch.save(tensors, folder / name, _use_new_zipfile_serialization=zipped)
+    if layout == "no torch":
+        (folder / name).write_bytes(pickle.dumps(tensors))
+    else:
+        torch.save(tensors, folder / name, _use_new_zipfile_serialization=layout == "zipped")
     refused(lambda: read_medusa(folder, **SIZES), name, "code", "safetensors")
     assert not proof.exists()
 
@@ -328,6 +332,7 @@ BAD_MEDUSA: dict[str, tuple[Callable[[Tensors], Tensors], list[str]]] = {
     "no output": (with_changed(lm_heads_1_weight=None), ["lack outputs.1.weight"]),
     "hidden size": (lambda tensors: {n: v[..., : D - 2] for n, v in tensors.items()}, ["hidden size of 6", f"has {D}"]),
     "vocabulary": (with_changed(lm_heads_2_weight=random(9, D)), ["vocabulary of 9", f"has {VOCAB}"]),
+    "output bias": (lambda tensors: tensors | {"lm_heads.1.bias": random(VOCAB)}, ["outputs.1.bias", "no place"]),
     "shape": (with_changed(blocks_0_layers_0_weight=random(D, D + 1)), ["blocks.0.0.weight", "[8, 9]", "[8, 8]"]),
     "NaN": (with_changed(blocks_0_layers_0_bias=nan_at_the_end(D)), ["blocks.0.0.bias", "NaN"]),
     "infinity": (with_changed(lm_heads_0_weight=torch.full((VOCAB, D), torch.inf)), ["outputs.0.weight", "infinity"]),
@@ -816,7 +821,8 @@ def test_code_and_half_files_of_eagle_heads(folder: Path, tmp_path: Path) -> Non
 
 def our_eagle(**changed: Any) -> EagleHead:
     settings = {"draft_vocab_size": 4, "target_hidden_size": D, "feature_layers": (1, 4, 10)} | changed
-    layer = LlamaConfig(**layer_config(), num_hidden_layers=1, rope_parameters=dict(settings.pop("rope", ROPES[0][1])))
+    rope, more = dict(settings.pop("rope", ROPES[0][1])), settings.pop("more", {})
+    layer = LlamaConfig(**layer_config(**more), num_hidden_layers=1, rope_parameters=rope)
     ids = torch.tensor([1, 2, 6, 11])
     head = EagleHead(EagleConfig(layer=layer, **settings), tokens=ids)
     for value in head.parameters():
@@ -828,6 +834,7 @@ EAGLES: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     {"rope": {"rope_theta": 500000.0, **LLAMA3}},
+    {"more": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "num_key_value_heads": 1}},
     {"rope": {"rope_theta": 20000.0, "rope_type": "default"}, "feature_layers": (0, 3)},
 ]
 

@@ -11,6 +11,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
@@ -22,6 +23,7 @@ import torch
 import transformers as tf
 from conftest import Ran, ToyTarget, plain_loop
 from safetensors.torch import load_file
+from test_hf import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
@@ -1077,7 +1079,7 @@ def test_too_few_texts_are_refused(tmp_path: Path) -> None:
 LETTERS = "abcdefghijklmnopqrst"
 SONGS = [random.Random(song).sample(LETTERS, 8) for song in range(6)]
 NUM_ANSWERED = 20
-EPOCHS = {"medusa": 30, "eagle3": 12}
+EPOCHS = {"medusa": 25, "eagle3": 8}
 
 
 def sung(song: int, start: int, length: int) -> str:
@@ -1174,6 +1176,21 @@ def plain_logits(engine: LocalEngine) -> Callable[[Seq[int]], Any]:
     model = engine.target
     assert isinstance(model, HFTarget)
     return lambda tokens: model.plain_logits(list(tokens)).numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "phi"])
+def test_targets_of_other_families_have_heads(home: Path, tmp_path: Path, family: str, kind: str) -> None:
+    shutil.copytree(home / "model", tmp_path / "model")
+    build(family).save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    plan = Plan(epochs=1, lr=0.001, batch_size=8, seq_len=32)
+    given = options(home, kind, tmp_path / "heads", model=model, as_is=True, limit=30, plan=plan, cache=tmp_path)
+    assert min(train(given, lambda report: None).tried) > 0
+    engine = flashspec.load(model, draft=tmp_path / "heads", drafter=kind, num_speculative_tokens=3)
+    result = engine.generate([3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert result.tokens == plain_loop(plain_logits(engine), [3, 4, 5], SamplingParams(max_tokens=9))
+    assert result.stats.num_drafts > 1
 
 
 def test_a_short_training_promises_less_and_keeps_that_too(home: Path, tmp_path: Path) -> None:

@@ -150,6 +150,11 @@ def _documents(options: TrainOptions, loaded: Loaded, say: Say) -> tuple[list[Do
         )
         for example in examples
     ]  # fmt: skip
+    whole = [document for document in documents if document.start <= len(document.tokens)]
+    if len(whole) < len(documents):  # the model would go on with the user's words instead of answering them
+        left_out = f"{len(documents) - len(whole)} of {len(documents)} prompts have more than {room} tokens"
+        say(Report("reading the data", line=f"{left_out}: left out (--seq-len and --max-tokens make room)"))
+    documents = whole
     folder = _folder(options, loaded, documents)
     if not options.as_is:
         engine = LocalEngine(loaded.target, tokenizer=loaded.tokenizer, num_speculative_tokens=0, max_batch=ANSWER_ROWS)
