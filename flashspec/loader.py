@@ -294,7 +294,7 @@ def shaped(drafter: Drafter | None, width: int | None) -> Drafter | None:
     if isinstance(drafter, HybridDrafter):
         shaped(drafter.slow, width)
         return drafter
-    if not hasattr(drafter, "width"):
+    if not hasattr(drafter, "width") or isinstance(drafter, TranslatedDrafter):
         trees = ", ".join(name for name, kind in DRAFTERS.items() if kind.drafts_trees)
         raise OptionError(f"draft_width is {width}, and this drafter has none to choose; leave it out, or use {trees}")
     drafter.width = checked_width(width)  # type: ignore[union-attr]

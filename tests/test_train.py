@@ -219,7 +219,7 @@ def test_what_is_too_long_is_cut() -> None:
     assert document(Example(turns("question"), "answer"), regenerate=True, max_length=6)[0] == "u:ques"
     assert document(Example(turns("q"), "answer"), regenerate=False, max_length=9) == ("u:q;a:ans", 6)
     assert document(Example("abcdefg"), regenerate=False, max_length=5) == ("^abcd", 1)
-    assert document(Example("abcdefg"), regenerate=True, max_length=3)[0] == "^ab"
+    assert document(Example("abcdefg"), regenerate=True, max_length=3) == ("^ab", 3)
 
 
 def test_prompts_without_answers_cannot_be_learned_as_they_are() -> None:
@@ -1243,7 +1243,8 @@ def command(home: Path, flashspec_command: Callable[..., Ran]) -> Callable[..., 
     def call(kind: str, out: Path, *words: str, **others: str) -> Ran:
         given = {
             "model": str(home / "model"), "data": str(home / "prompts.jsonl"), "cache": str(home / "cache"),
-            "max-tokens": str(NUM_ANSWERED), "seq-len": "32", "epochs": "1", "out": str(out),
+            "max-tokens": str(NUM_ANSWERED), "seq-len": "32", "epochs": "1", "batch-size": "16", "lr": "0.001",
+            "out": str(out),
         }  # fmt: skip
         given |= {name.replace("_", "-"): value for name, value in others.items()}
         flags = itertools.chain.from_iterable((f"--{name}", value) for name, value in given.items())
@@ -1297,6 +1298,15 @@ def test_answers_are_made_once_for_all_heads(
     ran = command("medusa", tmp_path / "heads")
     assert ran.code == 0, ran.err
     assert facts_of(tmp_path / "heads")["answers"] == "of the model itself"
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out(command: Command, tmp_path: Path) -> None:
+    prompts = [sung(song, 0, length) for song in range(6) for length in (3, 15, 4, 16, 6)]
+    file = write(tmp_path / "data.jsonl", *({"prompt": prompt} for prompt in prompts))
+    ran = command("medusa", tmp_path / "heads", data=str(file), cache=str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert "6 of 30 prompts have more than 16 tokens: left out (--seq-len and --max-tokens make room)" in ran.err
+    assert facts_of(tmp_path / "heads")["texts"] == 24
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, *, at: Seq[int]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
-from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, shape_for
 from flashspec.heads.eagle import EagleHead, rotated
 
 READ_CHUNK = 512  # pairs read in one forward
@@ -48,7 +48,7 @@ class EagleDrafter(Drafter):
     Args:
         head: on the target's device.
         max_length: positions of the target.
-        width: nodes followed at each depth and guesses after each; 1 drafts chains.
+        width: nodes followed at each depth and guesses after each; see ``MedusaDrafter``.
         siblings: see ``MedusaDrafter``.
 
     Raises:
@@ -57,7 +57,9 @@ class EagleDrafter(Drafter):
 
     name = "eagle3"
 
-    def __init__(self, head: EagleHead, *, max_length: int, width: int = 1, siblings: Siblings = "auto") -> None:
+    def __init__(
+        self, head: EagleHead, *, max_length: int, width: int | None = None, siblings: Siblings = "auto"
+    ) -> None:
         self.head, self.max_length = head, max_length
         self.feature_layers = head.config.feature_layers
         self.width, self.siblings = checked_width(width), siblings
@@ -77,8 +79,8 @@ class EagleDrafter(Drafter):
             row = self._known.get(seq.id)
             budget = min(budget, self.max_length - len(seq))
             if row is not None and budget > 0 and not row.is_lost:
-                drawn = is_drawn(self.siblings, self.width)
-                growth = Growth(seq, budget, self.vocabulary, self.width, drawn, rule=self.rule)
+                width, drawn = shape_for(seq, self.width, self.siblings)
+                growth = Growth(seq, budget, self.vocabulary, width, drawn, rule=self.rule)
                 rounds[i] = _Round(row, growth)
         self._read([one.row for one in rounds.values()])
         live = list(rounds.values())
@@ -125,7 +127,7 @@ class EagleDrafter(Drafter):
         try:
             self._read([row])
             assert row.output is not None
-            self.head.logits(row.output[None]).topk(self.width)
+            self.head.logits(row.output[None]).topk(self.width or 1)
         finally:
             self.forget(seq)
 

@@ -28,6 +28,7 @@ from flashspec.tree import best_first, children
 
 Siblings = Literal["auto", "top", "drawn"]
 WIDEST = 16  # guesses after a node
+WIDTH = 3  # unless asked otherwise
 SHAPE = ((0.6, 0.15, 0.08, 0.05), 0.9)  # chances by rank that fix the shape of a drawn tree, and what a level keeps
 
 
@@ -250,13 +251,22 @@ class Growth:
         return live
 
 
-def is_drawn(siblings: Siblings, width: int) -> bool:
-    """Whether guesses are drawn: alone, a drawn one is accepted oftener; of several, the likeliest ones are."""
-    return siblings == "drawn" or (siblings == "auto" and width == 1)
+def shape_for(seq: Sequence, width: int | None, siblings: Siblings) -> tuple[int, bool]:
+    """The width of a sequence's tree, and whether its guesses are drawn.
+
+    Where the width is left open, what was measured to pay with the same number of nodes: a tree of the likeliest
+    guesses where the target's choice is no matter of chance, or of chance that is shared; else a chain that is drawn.
+    """
+    is_sure = seq.sampling.is_greedy or seq.sampling.verification_rule == "coupled"
+    if width is None:
+        width = WIDTH if is_sure or siblings == "top" else 1
+    return width, siblings == "drawn" or (siblings == "auto" and width == 1)
 
 
-def checked_width(width: int) -> int:
-    """Raise OptionError for a width out of range."""
+def checked_width(width: int | None) -> int | None:
+    """Raise OptionError for a width out of range; None leaves it open."""
+    if width is None:
+        return None
     if type(width) is not int or not 1 <= width <= WIDEST:
         raise OptionError(f"width is {width!r}; a whole number from 1 (a chain) to {WIDEST}")
     return width

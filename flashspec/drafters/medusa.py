@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
-from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, shape_for
 from flashspec.heads.medusa import MedusaHeads
 
 
@@ -21,7 +21,7 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: on the target's device.
-        width: guesses tried at each depth; 1 drafts chains.
+        width: guesses tried at each depth; 1 drafts chains; None for what was found to pay (``growth.shape_for``).
         siblings: how guesses are chosen where the temperature is not 0: ``"drawn"`` from the heads' distributions,
             ``"top"``, their likeliest ones, or ``"auto"``: drawn in a chain, top in a tree.
 
@@ -32,7 +32,7 @@ class MedusaDrafter(Drafter):
     name = "medusa"
     needs_hidden = True
 
-    def __init__(self, heads: MedusaHeads, *, width: int = 3, siblings: Siblings = "auto") -> None:
+    def __init__(self, heads: MedusaHeads, *, width: int | None = None, siblings: Siblings = "auto") -> None:
         self.heads = heads
         self.width, self.siblings = checked_width(width), siblings
         self.vocabulary = Vocabulary(heads.vocab_size, heads.tokens)
@@ -51,10 +51,8 @@ class MedusaDrafter(Drafter):
         logits = self.heads(states, deepest).float()  # [deepest, live, N]
         self.forward_seconds += time.perf_counter() - started
         for row, i in enumerate(live):
-            growth = Growth(
-                seqs[i], budgets[i], self.vocabulary, self.width, is_drawn(self.siblings, self.width),
-                self.heads.num_heads, self.rule,
-            )  # fmt: skip
+            width, drawn = shape_for(seqs[i], self.width, self.siblings)
+            growth = Growth(seqs[i], budgets[i], self.vocabulary, width, drawn, self.heads.num_heads, self.rule)
             for depth in range(min(budgets[i], deepest)):
                 if growth.frontier:
                     growth.expand(logits[depth, row].expand(len(growth.frontier), -1))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, Draft, Drafter, Sequence, Target
-from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, is_drawn
+from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, shape_for
 from flashspec.errors import ModelError
 from flashspec.sampling import Distribution, coupled_token, distribution, draw, largest_probability
 
@@ -52,7 +52,8 @@ class ModelDrafter(Drafter):
     def __init__(self, target: Target, *, vocab_size: int, width: int = 1, siblings: Siblings = "auto") -> None:
         self.target = target
         self.vocab_size = vocab_size
-        self.width, self.siblings = checked_width(width), siblings
+        self.width: int | None = checked_width(width)
+        self.siblings = siblings
         self._shadows: dict[str, Shadow] = {}
 
     @property
@@ -64,7 +65,7 @@ class ModelDrafter(Drafter):
         pairs = zip(seqs, budgets, strict=True)
         lengths = [min(budget, self._room(seq)) if budget > 0 else 0 for seq, budget in pairs]
         shadows = {i: self._catch_up(seq) for i, seq in enumerate(seqs) if lengths[i] > 0}
-        if self.width > 1 and self.target.supports_trees:
+        if self.width != 1 and self.target.supports_trees:
             trees = self._grown({i: (shadow, lengths[i]) for i, shadow in shadows.items()})
             return [trees.get(i, EMPTY) for i in range(len(seqs))]
         live = list(shadows)
@@ -77,9 +78,11 @@ class ModelDrafter(Drafter):
 
     def _grown(self, shadows: dict[int, tuple[Shadow, int]]) -> dict[int, Draft]:
         """A tree for each: one batched forward for each depth, over all that was followed so far."""
-        vocabulary, drawn = Vocabulary(self.vocab_size), is_drawn(self.siblings, self.width)
+        vocabulary = Vocabulary(self.vocab_size)
         growths = {
-            i: Growth(shadow.view, length, vocabulary, self.width, drawn, rule=self.rule)
+            i: Growth(
+                shadow.view, length, vocabulary, *shape_for(shadow.view, self.width, self.siblings), rule=self.rule
+            )
             for i, (shadow, length) in shadows.items()
         }
         while live := [i for i, growth in growths.items() if growth.frontier]:

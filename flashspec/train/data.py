@@ -144,8 +144,8 @@ def encoded(tokenizer: Tokenizer, example: Example, *, vocab_size: int, max_leng
         prompt = "\n\n".join(str(turn["content"]) for turn in prompt) + "\n\n"  # type: ignore[index]
     ids = encode(tokenizer, prompt, vocab_size=vocab_size)
     if isinstance(example.prompt, str):  # plain text
-        start = max(min(PLAIN_PROMPT, len(ids) // 2), 1) if regenerate else 1
-        return Document((ids[:start] if regenerate else ids)[:max_length], start)
+        start = max(min(PLAIN_PROMPT, len(ids) // 2, max_length), 1) if regenerate else 1
+        return Document(ids[: start if regenerate else max_length], start)
     if regenerate:
         return Document(ids[:max_length], len(ids))
     if example.answer is None:
