@@ -17,7 +17,7 @@ from torch import Tensor
 from flashspec import verify as verifying
 from flashspec.core import ROOT, Draft, SamplingParams, Sequence
 from flashspec.drafters import growth as growing
-from flashspec.drafters.growth import SHAPE, Growth, Guess, Vocabulary, guesses, is_drawn
+from flashspec.drafters.growth import SHAPE, Growth, Guess, Vocabulary, guesses, shape_for
 from flashspec.sampling import distribution, exponential_noise
 from flashspec.tree import best_chain, best_first, paths
 from flashspec.verify import verify
@@ -240,6 +240,21 @@ def test_a_tree_holds_the_best_of_the_followed_paths(width: int, mode: str) -> N
         assert width > 1 or draft.is_chain
 
 
+@pytest.mark.parametrize(("budget", "depth", "rounds"), [(3, 9, 3), (9, 4, 4), (1, 1, 1)])
+@pytest.mark.parametrize("drawn", [False, True], ids=["top", "drawn"])
+def test_no_level_is_asked_for_that_could_not_be_drafted(budget: int, depth: int, rounds: int, drawn: bool) -> None:
+    asked: list[Path] = []
+
+    def rows(path: Path) -> Tensor:
+        asked.append(path)
+        return rows_of(1)(path)
+
+    seq = text("plain", "top")
+    seq.eos_tokens = frozenset()
+    draft = grown(Growth(seq, budget, Vocabulary(SIZE), 1, is_drawn=drawn, most_deep=depth), rows)
+    assert len(asked) == rounds == len(draft)
+
+
 def ranks_of(parents: Seq[int]) -> set[Path]:
     """Each node by the ranks among their siblings of the nodes from the root to it."""
     rank = [list(parents[:node]).count(parent) for node, parent in enumerate(parents)]
@@ -289,7 +304,16 @@ def test_guesses_are_drawn_where_that_makes_a_difference(options: dict[str, Any]
     ("auto", 1, True), ("auto", 2, False), ("drawn", 1, True), ("drawn", 3, True), ("top", 1, False), ("top", 3, False),
 ])  # fmt: skip
 def test_alone_a_guess_is_drawn_and_of_several_the_likeliest_are_taken(siblings: Any, width: int, drawn: bool) -> None:
-    assert is_drawn(siblings, width) is drawn
+    assert shape_for(sequence([1], SamplingParams(temperature=1.0)), width, siblings) == (width, drawn)
+
+
+@pytest.mark.parametrize(("options", "shape"), [
+    ({}, (3, False)), ({"temperature": 1.0, "seed": 1}, (3, False)), ({"temperature": 1.0}, (1, True)),
+])  # fmt: skip
+def test_trees_where_the_choice_is_no_matter_of_chance_and_drawn_chains_elsewhere(
+    options: dict[str, Any], shape: tuple[int, bool]
+) -> None:
+    assert shape_for(sequence([1], SamplingParams(**options)), None, "auto") == shape
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["top", "drawn"])

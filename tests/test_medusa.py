@@ -143,7 +143,6 @@ def test_heads_that_know_nothing_change_nothing(kind: str, width: int, siblings:
         assert engine.stats().num_drafts > 5
 
 
-@pytest.mark.xfail(strict=True, reason="guesses() lets ModelError through: every request of the batch ends")
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.0, "seed": 1}])
 @pytest.mark.parametrize("trouble", ["nothing allowed", "all banned", "nan"])
 def test_heads_without_a_possible_guess_cost_speed_only(trouble: str, options: dict[str, Any]) -> None:
@@ -264,7 +263,7 @@ def test_an_aborted_request_leaves_no_state() -> None:
     assert set(drafter._states) == {names[0], names[2]}
 
 
-@pytest.mark.parametrize("width", [0, 17, -1, 1.0, True, "3", None])
+@pytest.mark.parametrize("width", [0, 17, -1, 1.0, True, "3"])
 def test_widths_out_of_range(width: Any) -> None:
     with pytest.raises(OptionError, match=r"width is .*; a whole number from 1 \(a chain\) to 16"):
         MedusaDrafter(random_heads(), width=width)

@@ -13,6 +13,7 @@ target's noise are the top k of log q + g (see ``sampling.coupled_token``).
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor
 
 from flashspec.core import EMPTY, ROOT, Draft, Sequence, StoppingRule
-from flashspec.errors import OptionError
+from flashspec.errors import ModelError, OptionError
 from flashspec.sampling import adjust, changes_logits, draw, exponential_noise, filtered
 from flashspec.tree import best_first, children
+
+logger = logging.getLogger("flashspec")
 
 Siblings = Literal["auto", "top", "drawn"]
 WIDEST = 16  # guesses after a node
@@ -193,7 +196,11 @@ class Growth:
         count = self.width
         if self._shape is not None:
             count = max(len(self._shape.get(self._places[node], ())) for node in self.frontier)
-        found = guesses(logits, self.vocabulary, self.seq, above, count, is_drawn=self.is_drawn)
+        try:
+            found = guesses(logits, self.vocabulary, self.seq, above, count, is_drawn=self.is_drawn)
+        except ModelError as error:  # nothing it may guess is possible: the drafter's trouble, not the request's
+            logger.info("no guess is possible here, so no more is drafted: %s", error)
+            found = [[] for _ in self.frontier]
         for node, row in zip(self.frontier, found, strict=True):
             places = self._shape.get(self._places[node], []) if self._shape is not None else range(len(row))
             for guess, place in zip(row, places, strict=False):

@@ -90,11 +90,7 @@ class ModelDrafter(Drafter):
             scores = self.target.score(seqs, [growths[i].asked() for i in live])
             for i, seq, score in zip(live, seqs, scores, strict=True):
                 self.target.keep(seq, [])
-                try:
-                    growths[i].expand(self._served(score.logits[-len(growths[i].frontier) :]))
-                except ModelError as error:
-                    logger.warning("the draft model cannot guess here, so no more is drafted: %s", error)
-                    growths[i].frontier = []
+                growths[i].expand(self._served(score.logits[-len(growths[i].frontier) :]))
         return {i: growth.draft(self.name) for i, growth in growths.items()}
 
     def backlog(self, seq: Sequence) -> int:
