@@ -213,14 +213,21 @@ class Uniforms(random.Random):
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray) -> float:
-    """Pearson's statistic divided by its 99.9 % quantile (Wilson-Hilferty): above 1 is a failure."""
+    """Pearson's statistic divided by its 99.9 % quantile (Wilson-Hilferty): above 1 is a failure.
+
+    Cells of which fewer than five are expected count as one, and where that is still too few, with the next larger one:
+    a single count in a cell of 0.01 would fail by itself.
+    """
     expected = p * counts.sum()
     assert counts[p == 0].sum() == 0, "a token of probability 0 was drawn"
-    use = expected > 0
-    df = int(use.sum()) - 1
+    order = np.argsort(expected)
+    few = max(int(np.searchsorted(expected[order].cumsum(), 5.0)) + 1, int((expected < 5).sum()))
+    starts = [0, *range(few, len(order))]
+    seen, expected = np.add.reduceat(counts[order], starts), np.add.reduceat(expected[order], starts)
+    df = len(starts) - 1
     if df == 0:
         return 0.0
-    statistic = float(((counts[use] - expected[use]) ** 2 / expected[use]).sum())
+    statistic = float(((seen - expected) ** 2 / expected).sum())
     quantile = df * (1 - 2 / (9 * df) + 3.0902 * math.sqrt(2 / (9 * df))) ** 3
     return statistic / quantile
 

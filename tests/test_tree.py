@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashspec.backends.hf import HFTarget
 from flashspec.core import EMPTY, ROOT, Draft, SamplingParams, Score, Sequence, SpecStats, Verdict
+from flashspec.drafters.model import ModelDrafter
 from flashspec.engine import LocalEngine
 from flashspec.tree import best_chain, best_first, children, depths, height, paths, prefix
 
@@ -302,6 +303,43 @@ def test_a_target_that_takes_no_trees_gets_chains() -> None:
     assert [result.tokens for result in results] == plain(False, "coupled")
     assert all(draft.is_chain for draft, _ in drafter.seen)
     assert sum(len(verdict.accepted) > 1 for _, verdict in drafter.seen) > 2
+
+
+# trees of a draft model
+
+
+@cache
+def stranger() -> Any:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    return HFTarget(LlamaForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize(("width", "siblings"), [(2, "top"), (3, "top"), (3, "drawn")])
+@pytest.mark.parametrize("is_itself", [False, True], ids=["stranger", "itself"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_a_draft_model_leave_the_plain_loops_tokens(
+    kind: str, is_itself: bool, width: int, siblings: Any
+) -> None:
+    draft: Any = HFTarget(tiny_llama().model) if is_itself else stranger()
+    drafter = ModelDrafter(draft, vocab_size=61, width=width, siblings=siblings)
+    engine = LocalEngine(tiny_llama(), drafter, num_speculative_tokens=6)
+    results = engine.generate(PROMPTS, KINDS[kind])
+    assert [result.tokens for result in results] == plain(True, kind)
+    if is_itself:
+        assert engine.stats().acceptance_by_position[0] == 1, "its first guess is the target's own choice"
+
+
+@pytest.mark.xfail(strict=True, reason="what it follows is more than it drafts, and goes beyond its positions")
+def test_trees_of_a_draft_model_end_with_its_positions() -> None:
+    drafter = ModelDrafter(HFTarget(tiny_llama().model), vocab_size=61, width=4)
+    engine = LocalEngine(tiny_llama(), drafter, num_speculative_tokens=12)
+    result = engine.generate([[1] * 30], [SamplingParams(max_tokens=99, ignore_eos=True)])[0]
+    assert result.finish_reason == "length"
+    assert len(result.tokens) == 34
 
 
 # statistics by depth
