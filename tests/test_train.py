@@ -77,7 +77,10 @@ ROWS: list[tuple[dict[str, Any], Example]] = [
     ({"conversations": [{"from": "system", "value": "be brief"}, *shared("q")]}, Example([SYSTEM, *turns("q")])),
     ({"messages": [], "prompt": "q"}, Example(turns("q"))),
     ({"prompt": "q"}, Example(turns("q"))),
-    *(({"prompt": "q", name: "a", "n": 1}, Example(turns("q"), "a")) for name in data.ANSWERS),
+    *(
+        ({"prompt": "q", name: "a", "n": 1}, Example(turns("q"), "a"))
+        for name in ("answer", "completion", "response", "output")
+    ),
     ({"prompt": "q", "answer": None}, Example(turns("q"))),
     ({"text": "plain"}, Example("plain")),
     ({"text": "一\u2028二\u0085三 🙂"}, Example("一\u2028二\u0085三 🙂")),
@@ -465,7 +468,7 @@ def test_damaged_files_are_computed_anew(tmp_path: Path, damage: str) -> None:
 
 
 def test_other_texts_have_files_of_their_own(tmp_path: Path) -> None:
-    computed(features(tmp_path, (LAST,), TEXTS[1:]), Reader())
+    computed(features(tmp_path, texts=TEXTS[::-1]), Reader())
     reader = Reader()
     assert_are_the_targets(computed(features(tmp_path), reader), (*MIDDLE, LAST))
     assert len(reader.texts) == len(TEXTS)

@@ -134,7 +134,7 @@ def _drawn(probs: Tensor, ids: Tensor | None, size: int, seq: Sequence, count: i
             break
         left = left / total
         sureness = float(left.max()) * rest
-        rest *= 1 - min(sureness, 1.0)
+        rest = max(rest - sureness, 0.0)
         token = draw(left, None, seq.rng.random())
         wide = left if ids is None else left.new_zeros(size).scatter_add_(0, ids, left)
         found.append(Guess(token if ids is None else int(ids[token]), sureness, wide))

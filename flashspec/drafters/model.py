@@ -85,11 +85,15 @@ class ModelDrafter(Drafter):
             )
             for i, (shadow, length) in shadows.items()
         }
-        while live := [i for i, growth in growths.items() if growth.frontier]:
+        room = self.target.max_length
+        while live := [
+            i for i, growth in growths.items() if growth.frontier and len(growth.seq) + len(growth.followed) <= room
+        ]:
             seqs = [shadows[i][0].sequence for i in live]
             scores = self.target.score(seqs, [growths[i].asked() for i in live])
             for i, seq, score in zip(live, seqs, scores, strict=True):
                 self.target.keep(seq, [])
+                self.target.rewind(seq, len(seq) - 1)  # the same context is scored again, with more below it
                 growths[i].expand(self._served(score.logits[-len(growths[i].frontier) :]))
         return {i: growth.draft(self.name) for i, growth in growths.items()}
 
