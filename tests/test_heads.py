@@ -387,6 +387,8 @@ def test_other_files_are_refused(folder: Path) -> None:
     refused(lambda: read_medusa(folder, **SIZES), file.name)
     torch.save({"state": {"0.1.weight": random(2)}, 3: random(1)}, file)
     refused(lambda: read_medusa(folder, **SIZES), "no Medusa heads")
+    torch.save({"0.1.weight": 3}, file)
+    refused(lambda: read_medusa(folder, **SIZES), "no Medusa heads")
     file.unlink()
     refused(lambda: read_medusa(folder, **SIZES), "medusa_lm_head.safetensors", "medusa_lm_head.pt")
     refused(lambda: read_medusa(folder / "nowhere", **SIZES), "nowhere")
@@ -460,11 +462,22 @@ def test_a_pickle_of_other_heads_does_not_stay(folder: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["truncated_vocab_size"] == 2
 
 
-def test_outputs_in_one_tensor_are_written(folder: Path) -> None:
+def test_outputs_in_one_tensor_or_turned_are_written(folder: Path) -> None:
     heads = ours()
     heads.outputs[1].weight = heads.outputs[0].weight
+    heads.outputs[2].weight = torch.nn.Parameter(random(D, VOCAB).T)
     write_medusa(heads, folder, base="base", accuracies=[], expected_length=None)
-    assert torch.equal(read_medusa(folder, **SIZES)[0].outputs[1].weight, heads.outputs[0].weight)  # type: ignore[arg-type]
+    hidden = random(4, D)
+    assert torch.equal(read_medusa(folder, **SIZES)[0](hidden), heads(hidden))
+
+
+def test_whoever_reads_the_old_file_keeps_it(folder: Path) -> None:
+    file = folder / "medusa_lm_head.safetensors"
+    write_medusa(ours(), folder, base="base", accuracies=[], expected_length=None)
+    old = file.read_bytes()
+    with file.open("rb") as stream:
+        write_medusa(ours(), folder, base="base", accuracies=[], expected_length=None)
+        assert stream.read() == old != file.read_bytes()
 
 
 def test_a_failed_write_leaves_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,10 +502,14 @@ def test_a_file_is_no_folder_to_write_to(folder: Path) -> None:
         write_medusa(ours(), folder / "taken", base="base", accuracies=[], expected_length=None)
 
 
-@pytest.mark.parametrize("rates", ["high", [0.5, 2.0], [0.5, None], [0.5, float("nan")], {"0": 0.5}, None])
-def test_accuracies_that_are_none_are_left_out(folder: Path, rates: Any) -> None:
+NO_RATES = ["high", 0.5, [0.5, 2.0], [0.5, None], [0.5, float("nan")], {"0": 0.5}, None]
+NO_LENGTHS = ["long", [2.0], -1.0, float("nan"), float("inf"), {}, None]
+
+
+@pytest.mark.parametrize(("rates", "length"), list(zip(NO_RATES, NO_LENGTHS, strict=True)))
+def test_accuracies_that_are_none_are_left_out(folder: Path, rates: Any, length: Any) -> None:
     put(folder, "medusa_lm_head.pt", published(plain()))
-    put(folder, "config.json", config(accuracies=rates, expected_length=rates, base_model_name_or_path=3))
+    put(folder, "config.json", config(accuracies=rates, expected_length=length, base_model_name_or_path=3))
     assert read_medusa(folder, **SIZES)[1] == Facts(None, [], None, False)
 
 
