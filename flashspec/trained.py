@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flashspec.errors import OptionError
 from flashspec.heads.eagle import EagleHead
@@ -125,6 +126,10 @@ def _place(
         if bits is not None:
             raise OptionError(f"draft dtype {dtype!r} is for CPUs, and the device is {device}; use bfloat16 or float16")
         network.to(device, DTYPES.get(dtype or "", target_dtype))
+        if isinstance(
+            network, EagleHead
+        ):  # its frequencies too were rounded, which turns far positions by whole circles
+            network.rotary = LlamaRotaryEmbedding(network.config.layer).to(device)
         return
     if dtype not in (None, *BITS, *DTYPES):
         raise OptionError(f"dtype is {dtype!r}; it must be one of {', '.join((*DTYPES, *BITS))}")

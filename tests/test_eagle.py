@@ -25,6 +25,7 @@ from flashspec.engine import LocalEngine
 from flashspec.errors import OptionError
 from flashspec.heads.eagle import EagleConfig, EagleHead
 from flashspec.train.objectives import Batch, EagleObjective
+from flashspec.trained import _place
 from flashspec.tree import paths
 
 VOCAB, WIDTH, LENGTH, EOS = 61, 32, 128, 7
@@ -435,3 +436,13 @@ def test_a_step_leaves_the_targets_distribution(
         lambda context: small_logits(tuple(context)),
         length=budget + 1 if width == 1 else 4,
     )
+
+
+def test_half_precision_leaves_the_positions_alone() -> None:
+    layer = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    config = EagleConfig(layer=layer, draft_vocab_size=8, target_hidden_size=8, feature_layers=(0, 1, 2))
+    head = EagleHead(config)
+    exact = head.rotary.inv_freq.clone()
+    _place(head, torch.device("meta"), torch.bfloat16, None, pack=False)
+    assert head.dtype is torch.bfloat16
+    assert head.rotary.inv_freq.dtype is exact.dtype is torch.float32

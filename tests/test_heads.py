@@ -467,8 +467,8 @@ def test_outputs_in_one_tensor_or_turned_are_written(folder: Path) -> None:
     heads.outputs[1].weight = heads.outputs[0].weight
     heads.outputs[2].weight = torch.nn.Parameter(random(D, VOCAB).T)
     write_medusa(heads, folder, base="base", accuracies=[], expected_length=None)
-    hidden = random(4, D)
-    assert torch.equal(read_medusa(folder, **SIZES)[0](hidden), heads(hidden))
+    read = read_medusa(folder, **SIZES)[0].state_dict()
+    assert all(torch.equal(value, heads.state_dict()[name]) for name, value in read.items())
 
 
 def test_whoever_reads_the_old_file_keeps_it(folder: Path) -> None:
