@@ -126,9 +126,7 @@ def _place(
         if bits is not None:
             raise OptionError(f"draft dtype {dtype!r} is for CPUs, and the device is {device}; use bfloat16 or float16")
         network.to(device, DTYPES.get(dtype or "", target_dtype))
-        if isinstance(
-            network, EagleHead
-        ):  # its frequencies too were rounded, which turns far positions by whole circles
+        if isinstance(network, EagleHead):  # rounded frequencies would turn far positions by whole circles
             network.rotary = LlamaRotaryEmbedding(network.config.layer).to(device)
         return
     if dtype not in (None, *BITS, *DTYPES):
