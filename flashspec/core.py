@@ -33,11 +33,20 @@ FIRST_TOKEN = "the first token"  # steps in which nothing could be drafted, by r
 LAST_TOKEN = "the last token"
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output has to be: JSON of a schema, a text of a regular expression or of a Lark grammar."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """What to sample from, when to stop and how to verify; one set for the target and the drafter alike.
 
-    The order of application is: penalties, bias and bans, temperature, top-k, top-p, min-p (Transformers' order).
+    The order of application is: penalties, bias and bans, grammar, temperature, top-k, top-p, min-p (Transformers'
+    order).
 
     Raises:
         OptionError: a value outside its range.
@@ -60,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: of the emitted token; n: the n likeliest as well
     verification: Verification = "auto"
+    grammar: Grammar | None = None  # None: any text
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -117,6 +127,8 @@ def check_sampling(params: SamplingParams) -> None:
         raise OptionError(f"seed is {params.seed!r}; it must be a whole number")
     if not isinstance(params.ignore_eos, bool):
         raise OptionError(f"ignore_eos is {params.ignore_eos!r}; it must be True or False")
+    if params.grammar is not None and (params.ignore_eos or params.min_tokens):
+        raise OptionError("a grammar says where the output ends: leave out ignore_eos and min_tokens, or the grammar")
     _check_tokens_and_text(params)
 
 
@@ -147,6 +159,14 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class Constraint(Protocol):
+    """Which tokens a grammar lets through: a function of the output so far, whoever asks and in whatever order."""
+
+    def allowed(self, output: Seq[int], draft: Draft) -> torch.Tensor:
+        """[n + 1, vocab] bool: row 0 after ``output``, row i + 1 after node i; all True where no token can stand."""
+        ...
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -166,6 +186,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     eos_tokens: frozenset[int] = frozenset()
     prompt: Prompt | None = None  # as it was given: a drafter with another tokenizer reads it in its own way
+    constraint: Constraint | None = None  # of the sampling parameters' grammar
+    drafter: str | None = None  # which of the engine's drafters may guess for it; None: any
+    num_speculative_tokens: int | None = None  # its own longest draft; None: the engine's
+    num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
     seed: int = field(init=False)  # the user's, or one drawn here: coupled sampling needs one
     rng: random.Random = field(init=False)  # for rejection and block verification: every number is used once
 

@@ -79,12 +79,12 @@ def largest_probability(logits: Tensor, temperature: float = 0.0) -> float:
 
 def changes_logits(params: SamplingParams) -> bool:
     """Whether ``adjust`` may have something to do."""
-    named = params.logit_bias or params.bad_tokens or params.allowed_tokens is not None
+    named = params.logit_bias or params.bad_tokens or params.allowed_tokens is not None or params.grammar is not None
     return bool(named or params.has_penalties or params.min_tokens)
 
 
 def adjust(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
-    """Bias, bans and penalties, each row with its own history; the input is left alone."""
+    """Bias, bans, penalties and grammar, each row with its own history; the input is left alone."""
     params = seq.sampling
     if not changes_logits(params):
         return logits
@@ -106,6 +106,8 @@ def adjust(logits: Tensor, seq: Sequence, draft: Draft) -> Tensor:
     if any(short) and (eos := [token for token in sorted(seq.eos_tokens) if token < vocab]):
         rows = torch.tensor([row for row, is_short in enumerate(short) if is_short], device=device)
         logits[rows[:, None], torch.tensor(eos, device=device)] = -torch.inf
+    if seq.constraint is not None:
+        logits.masked_fill_(~seq.constraint.allowed(seq.output, draft).to(device), -torch.inf)
     return logits
 
 

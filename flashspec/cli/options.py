@@ -30,7 +30,7 @@ MODELS = (  # options that say how models are loaded, in every command that load
     "backend", "draft_backend", "draft_dtype", "draft_vocab", "draft_width", "threads", "gpu_layers", "device", "dtype"
 )  # fmt: skip
 ENGINE = {"model", "draft", "drafter", "num_speculative_tokens", *MODELS}
-SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias"}
+SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias", "grammar"}
 
 
 # One option, one line: the commands share these.

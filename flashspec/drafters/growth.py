@@ -94,7 +94,7 @@ def guesses(
 def _extended(seq: Sequence, path: Seq[int]) -> Sequence:
     """The sequence with some drafted tokens behind it: what penalties and bans look at."""
     copy = Sequence(seq.id, [*seq.tokens, *path], seq.num_prompt_tokens, seq.sampling, seq.choice)
-    copy.eos_tokens = seq.eos_tokens
+    copy.eos_tokens, copy.constraint = seq.eos_tokens, seq.constraint
     return copy
 
 

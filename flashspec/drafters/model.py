@@ -193,6 +193,7 @@ def empty_copy(seq: Sequence) -> Sequence:
     """The same request without its tokens."""
     copy = Sequence(seq.id, [], seq.num_prompt_tokens, seq.sampling, seq.choice, eos_tokens=seq.eos_tokens)
     copy.seed, copy.rng = seq.seed, seq.rng  # one stream of random numbers, each used once
+    copy.constraint = seq.constraint
     return copy
 
 
