@@ -22,6 +22,7 @@ from flashspec.errors import MemoryLimitError
 from flashspec.tree import depths, paths
 
 BUCKET = 256  # capacity grows in whole buckets, and by half of what there is
+RELEASE_BYTES = 64 << 20  # more storage than this is given back when no row is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def __init__(self, *, num_layers: int, max_length: int, rounding: int = 1) -> None:
         super().__init__(layers=[])
         self.max_length = max_length
+        self.max_cells: int | None = None  # rows times capacity from which on no spare room is taken
         self.rounding = rounding
         self.capacity = 0
         self.lengths: list[int] = []  # one per row in use; rows are always 0 .. len - 1
@@ -78,7 +80,28 @@ class SlotCache(Cache):  # type: ignore[misc]
             for store in self._stores() if length else ():  # a row that was never fed may lie beyond the storage
                 store[row, :, :length] = store[last, :, :length]
         self.lengths.pop()
+        if not self.lengths and self.num_bytes > RELEASE_BYTES:  # one long request must not hold its memory for ever
+            self.keys = [None] * len(self.keys)
+            self.values = [None] * len(self.values)
+            self._allocated_rows = self.capacity = 0
         return last if row != last else None
+
+    @torch.inference_mode()
+    def save(self, row: int, length: int) -> list[Tensor]:
+        """A copy of a row's first ``length`` tokens, [kv_heads, length, head_dim] of each layer: keys, then values."""
+        return [store[row, :, :length].clone() for store in self._stores()]
+
+    @torch.inference_mode()
+    def restore(self, row: int, saved: Seq[Tensor], length: int) -> None:
+        """Let an empty row begin with the first ``length`` tokens of what was saved."""
+        self._reserve(len(self.lengths), length)
+        for stores, states in ((self.keys, saved[: len(self.keys)]), (self.values, saved[len(self.keys) :])):
+            for layer, state in enumerate(states):
+                store = stores[layer]
+                if store is None:
+                    store = stores[layer] = self._allocate(state[None], self._allocated_rows, self.capacity)
+                store[row, :, :length] = state[:, :length]
+        self.lengths[row] = length
 
     @torch.inference_mode()
     def keep(self, row: int, base: int, accepted: Seq[int]) -> None:
@@ -158,6 +181,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         generous = max(-(-width // BUCKET) * BUCKET, self.capacity * 3 // 2)
         capacity = self.capacity if width <= self.capacity else max(width, min(generous, self.max_length))
         spare_rows = max(rows, 2 * self._allocated_rows) if rows > self._allocated_rows else self._allocated_rows
+        if self.max_cells is not None and spare_rows * capacity > self.max_cells:
+            spare_rows, capacity = max(rows, self._allocated_rows), max(width, self.capacity)
         try:
             self._grow(spare_rows, capacity)
         except MemoryLimitError:  # what is needed may fit where what is convenient does not

@@ -298,6 +298,7 @@ class HybridController:
         self.slow = Controller(cost, draft_cost, max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self.quick_name = quick_name
+        self.costs = self.slow.costs
         self._slow_budgets: dict[str, int] = {}  # of this step
         self._lengths: dict[str, int] = {}  # of the sequences, when this step began
         self._passed_over: dict[str, Draft] = {}  # quick drafts that gave way to slow ones
@@ -318,6 +319,9 @@ class HybridController:
     def slow_budgets(self, seqs: Seq[Sequence], drafts: Seq[Draft], limits: Seq[int]) -> list[int]:
         """See ``drafters.hybrid.HybridRule``."""
         for seq, draft in zip(seqs, drafts, strict=True):
+            if seq.drafter == self.quick_name and self._slow_budgets.get(seq.id, 0):
+                self.slow.withdraw(seq)
+                self._slow_budgets[seq.id] = 0
             budget = self._slow_budgets.get(seq.id, 0)
             if budget and len(draft) and self._is_better(seq, draft, budget, rows=len(seqs)):
                 self.slow.withdraw(seq)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from flashspec.core import FIRST_TOKEN, LAST_TOKEN, ROOT, Draft, Sequence
+from flashspec.core import FIRST_TOKEN, LAST_TOKEN, READING, ROOT, Draft, Sequence
 from flashspec.costs import CostCurve
 from flashspec.tree import height
 
@@ -423,7 +423,7 @@ class Controller:
             new = sureness()
             state.sureness = new if state.sureness is None else 0.8 * state.sureness + 0.2 * new
         state.num_steps += 1
-        if budget == 0:
+        if budget == 0 or draft.drafter == READING.drafter:
             return
         kind = self._last_class = _kind(state)
         decay = 0.5 if state.is_probing else None  # what was true before the break counts less

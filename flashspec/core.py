@@ -18,12 +18,14 @@ import random
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flashspec.errors import OptionError, PromptError
+from flashspec.errors import FlashSpecError, OptionError, PromptError
 
 if TYPE_CHECKING:
     import torch
+
+    from flashspec.prefixes import PrefixStore
 
 Verification = Literal["auto", "rejection", "block", "coupled"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -31,6 +33,7 @@ Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token 
 ROOT = -1  # parent of a draft's first node: the last committed token
 FIRST_TOKEN = "the first token"  # steps in which nothing could be drafted, by reason
 LAST_TOKEN = "the last token"
+SWITCHED_OFF = "the request asks for none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,6 @@ class Sequence:
     constraint: Constraint | None = None  # of the sampling parameters' grammar
     drafter: str | None = None  # which of the engine's drafters may guess for it; None: any
     num_speculative_tokens: int | None = None  # its own longest draft; None: the engine's
-    num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
     seed: int = field(init=False)  # the user's, or one drawn here: coupled sampling needs one
     rng: random.Random = field(init=False)  # for rejection and block verification: every number is used once
 
@@ -248,6 +250,7 @@ class Draft:
 
 
 EMPTY = Draft([], [])
+READING = Draft([], [], drafter="reading")  # no draft yet: the text is being read, which says nothing of guesses
 
 
 def check_positions(seq: Sequence, draft: Draft, *, limit: int) -> None:
@@ -300,6 +303,9 @@ class Chunk:
     kinds: list[TokenKind]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
+    draft: Draft = EMPTY  # what was guessed in this step, without its probabilities
+    accepted: list[int] = field(default_factory=list)  # its nodes that were
+    error: FlashSpecError | None = None  # what ended the request
 
     @property
     def text(self) -> str:
@@ -381,12 +387,18 @@ class Timings:
     """Seconds on ``time.perf_counter``'s clock, and seconds spent per part of the steps this request ran in."""
 
     arrival: float
+    started: float = 0.0  # when it was first worked on
     first_token: float = 0.0
     last_token: float = 0.0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, whose keys and values were there already
     draft: float = 0.0
     verify: float = 0.0  # the target's forwards
     sample: float = 0.0  # distributions, verdicts, text, cache bookkeeping
+
+    @property
+    def queued(self) -> float:
+        return max(self.started - self.arrival, 0.0)  # 0 before it has started
 
     @property
     def ttft(self) -> float:
@@ -437,6 +449,8 @@ class Drafter(Protocol):
     needs_hidden: bool = False  # whether ``observe`` wants ``Score.hidden``
     feature_layers: Seq[int] = ()  # of the target, of which ``observe`` wants ``Score.features``
     rule: StoppingRule | None = None  # set by an engine that chooses the draft length; asking it is optional
+    prefixes: PrefixStore | None = None  # set by an engine that keeps what finished sequences have read
+    piece: int | None = None  # set by an engine: tokens it may read for a sequence in one step, so as to stall no other
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft of at most ``budgets[i]`` nodes for each sequence; an empty draft is ordinary decoding."""
@@ -445,6 +459,17 @@ class Drafter(Protocol):
     def backlog(self, seq: Sequence) -> int:
         """Tokens that it would have to read before it can guess for ``seq``; 0 where that costs nothing."""
         return 0
+
+    def resumable(self, tokens: Seq[int]) -> int:
+        """How many of a new sequence's first tokens the target may skip, so that the drafter still sees what it needs.
+
+        Only a drafter that reads the target's features needs any.
+        """
+        return len(tokens)
+
+    def predict(self, seq_id: str, tokens: Seq[int]) -> None:
+        """Hear what a request's output is expected to be close to; a drafter may ignore it."""
+        return
 
     def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
         """See what became of the drafts; ``seq.tokens`` already holds the committed tokens."""
@@ -485,6 +510,27 @@ class Target(Protocol):
 
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's row; an unknown one is no error."""
+        ...
+
+    # a sequence's cache in parts: long prompts are read in pieces, and prefixes are shared
+
+    def cached_length(self, seq: Sequence) -> int:
+        """Tokens of the sequence in the cache; 0 for an unknown one."""
+        ...
+
+    def read(self, seq: Sequence, count: int, *, features: Seq[int] = ()) -> None:
+        """Take the next ``count`` unseen tokens into the cache; at least one has to be left for ``score``.
+
+        Their features are part of the next score's.
+        """
+        ...
+
+    def save(self, seq: Sequence, length: int) -> tuple[Any, int]:
+        """A copy of the keys and values of the first ``length`` tokens, and its size in bytes."""
+        ...
+
+    def restore(self, seq: Sequence, state: Any, length: int) -> None:
+        """Begin an unknown sequence with the first ``length`` tokens of a saved state."""
         ...
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
 
@@ -18,7 +19,9 @@ from flashspec.core import (
     EMPTY,
     FIRST_TOKEN,
     LAST_TOKEN,
+    SWITCHED_OFF,
     Chunk,
+    Constraint,
     Draft,
     Drafter,
     FinishReason,
@@ -33,12 +36,20 @@ from flashspec.core import (
     TokenLogprob,
     Verdict,
 )
-from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.errors import FlashSpecError, MemoryLimitError, OptionError, PromptError
+from flashspec.prefixes import FEWEST_TOKENS, PrefixStore, available, keep, resume, shared
 from flashspec.sampling import distribution, largest_probability
-from flashspec.scheduler import Scheduler
+from flashspec.scheduler import Scheduler, check_draft_length
 from flashspec.text import Encoded, TextStream, Tokenizer, encode
 from flashspec.tree import best_chain, height, prefix
 from flashspec.verify import verify
+
+logger = logging.getLogger("flashspec")
+
+PIECE = 512  # tokens of prompts read in one step where nothing else waits
+FIRST_PIECE, LEAST_PIECE = 128, 32  # where something does: before it is known what reading takes; at least
+READ_SECONDS = 0.2
+FEW = 8  # unseen tokens that any decode step may have
 
 AnyController = Controller | QuickController | HybridController
 
@@ -54,6 +65,25 @@ class Result:
     timings: Timings
     kinds: list[TokenKind]
     logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, for who watches."""
+
+    seconds: float
+    num_rows: int  # sequences that got tokens
+    num_tokens: int  # emitted
+    num_draft_tokens: int
+    is_decode: bool  # no prompt was read, so that its time is that of ordinary decoding
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Prompt tokens of requests that were begun, and those whose keys and values were there already."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +105,7 @@ class _Request:
     stats: SpecStats = field(default_factory=SpecStats)
     chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``stream`` is the reader
     is_streamed: bool = False
+    is_begun: bool = False  # its text is being read, or was
     error: FlashSpecError | None = None
 
 
@@ -120,6 +151,10 @@ class LocalEngine:
         num_speculative_tokens: the longest draft, 0 is ordinary decoding; or a Controller, which chooses at each step
             (a QuickController for guesses that cost nothing, a HybridController for a HybridDrafter).
         max_batch: sequences that run at once; the others wait.
+        max_length: positions of a sequence, if less than the target has.
+        max_cells: rows times positions of the target's cache; where they run short the newest sequences step back.
+        prefix_bytes: of keys and values of finished sequences that are kept for those that begin alike.
+        read_seconds: how long running sequences may be held up by a step that reads prompts.
     """
 
     def __init__(
@@ -130,6 +165,10 @@ class LocalEngine:
         tokenizer: Tokenizer | None = None,
         num_speculative_tokens: int | AnyController = 5,
         max_batch: int = 16,
+        max_length: int | None = None,
+        max_cells: int | None = None,
+        prefix_bytes: int = 0,
+        read_seconds: float = READ_SECONDS,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -141,11 +180,21 @@ class LocalEngine:
         self.scheduler = Scheduler(
             max_batch=max_batch,
             num_speculative_tokens=num_speculative_tokens if drafter is not None else 0,
-            max_length=target.max_length,
+            max_length=min(target.max_length, max_length or target.max_length, max_cells or target.max_length),
+            max_cells=max_cells,
         )
+        if max_cells is not None and hasattr(target, "max_cells"):
+            target.max_cells = max_cells
+        self.prefixes = PrefixStore(prefix_bytes)
+        self.prefix_counts = PrefixCounts()
+        self.last_step: StepReport | None = None
+        self._read_seconds = read_seconds
+        self._token_seconds = 0.0  # to read a token of a prompt; 0 before any was read
+        self._grammars: Any = None
         self._inner: dict[str, Any] = {}  # what the drafter wants to see of the target
         if drafter is not None:
             drafter.rule = self.controller
+            drafter.prefixes = self.prefixes if prefix_bytes else None
             self._inner = _wanted(target, drafter)
         self._requests: dict[str, _Request] = {}
         self._stats = SpecStats()
@@ -153,28 +202,49 @@ class LocalEngine:
     # the Engine protocol
 
     def add(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, request_id: str | None = None, choice: int = 0
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        choice: int = 0,
+        num_speculative_tokens: int | None = None,
+        drafter: str | None = None,
+        predicted: Seq[int] | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
         """Queue a request; its id.
 
+        Args:
+            choice: which of several answers to one prompt.
+            num_speculative_tokens: this request's longest draft, 0 for none; None for the engine's.
+            drafter: one of ``drafters``, the only one that may guess for it, or "none"; None for any.
+            predicted: tokens that the output is expected to be close to.
+            constraint: of the sampling parameters' grammar, where it was compiled before (``compile``).
+
         Raises:
             PromptError: empty, unreadable, or as long as the model's context.
-            OptionError: the sampling parameters ask for what this model does not have.
+            OptionError: the parameters ask for what this model or this engine does not have.
         """
         sampling = sampling or SamplingParams()
         ids = encode(self.tokenizer, prompt, vocab_size=self.target.vocab_size)
-        if len(ids) >= self.target.max_length:
+        if len(ids) >= self.max_length:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens; with at least one to generate it must stay under the model's "
-                f"{self.target.max_length} positions; shorten it"
+                f"{self.max_length} positions; shorten it"
             )
         self._check(sampling)
+        drafter, num_speculative_tokens = self._own_drafting(drafter, num_speculative_tokens)
         name = request_id or uuid.uuid4().hex
         if name in self._requests:
             raise OptionError(f"request id {name!r} is already running; choose another")
         eos = frozenset() if sampling.ignore_eos else self.target.eos_tokens
         given = prompt.prompt if isinstance(prompt, Encoded) else prompt
         seq = Sequence(name, ids, len(ids), sampling, choice, eos_tokens=eos, prompt=given)
+        seq.drafter, seq.num_speculative_tokens = drafter, num_speculative_tokens
+        seq.constraint = constraint if constraint is not None or sampling.grammar is None else self.compile(sampling)
+        if predicted is not None and self.drafter is not None:
+            self.drafter.predict(name, predicted)
         timings = Timings(arrival=time.perf_counter())
         self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings)
         self.scheduler.add(seq)
@@ -183,14 +253,25 @@ class LocalEngine:
     def step(self) -> list[Chunk]:
         """Advance every running sequence by at least one token.
 
-        A request that cannot go on (its logits are not finite, say) ends alone, with ``abort``; its reader gets the
-        error.
+        Prompts are read in pieces, so that a step without chunks is possible. A request that cannot go on (its
+        logits are not finite, say) ends alone, with ``abort``; its reader gets the error. Where memory runs out that
+        is the newest request.
         """
-        seqs, limits = self.scheduler.schedule()
+        seqs, back = self.scheduler.schedule()
+        for seq in back:
+            self._step_back(seq)
+        try:
+            return self._step(seqs) if seqs else []
+        except MemoryLimitError as error:
+            return [self._fail(seqs[-1], error)]
+
+    def _step(self, running: list[Sequence]) -> list[Chunk]:
+        started = time.perf_counter()
+        seqs, num_read = self._ready(running)
         if not seqs:
             return []
-        started = time.perf_counter()
-        work = self._plan(seqs, limits)
+        begun = time.perf_counter()
+        work = self._plan(seqs, num_read)
         drafts = self._propose(seqs, work.budgets)
         drafted = time.perf_counter()
         scores = self.target.score(seqs, drafts, **self._inner)
@@ -200,9 +281,11 @@ class LocalEngine:
             verdicts = [self._settle(*each, chunks) for each in zip(seqs, drafts, scores, strict=True)]
             if self.drafter is not None:
                 self.drafter.observe(seqs, drafts, verdicts, scores)
-            times = (started, drafted, scored, time.perf_counter())
+            times = (begun, drafted, scored, time.perf_counter())
             self._record(seqs, chunks, times)
             self._learn(work, drafts, verdicts, scores, times)
+            counts = len(seqs), sum(len(chunk.tokens) for chunk in chunks), sum(map(len, drafts))
+            self.last_step = StepReport(times[-1] - started, *counts, not work.has_prompt)
         except BaseException:
             for seq in seqs[len(chunks) :]:  # they will be scored again
                 self.target.rewind(seq, len(seq) - 1)
@@ -222,6 +305,32 @@ class LocalEngine:
     def stats(self) -> SpecStats:
         """Counts over all requests so far."""
         return self._stats
+
+    def compile(self, sampling: SamplingParams) -> Constraint | None:
+        """The constraint of the sampling parameters' grammar; None without one.
+
+        Raises:
+            OptionError: a grammar that cannot be read, or a tokenizer that cannot be constrained.
+        """
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            from flashspec.grammar import GrammarCompiler
+
+            size, eos = self.target.vocab_size, self.target.eos_tokens
+            self._grammars = GrammarCompiler(self.tokenizer, vocab_size=size, eos_tokens=eos)
+        return self._grammars.compile(sampling.grammar)
+
+    @property
+    def max_length(self) -> int:
+        """Positions of a sequence, prompt and output."""
+        return self.scheduler.max_length
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names that a request may choose from."""
+        parts = [self.drafter, getattr(self.drafter, "quick", None), getattr(self.drafter, "slow", None)]
+        return [part.name for part in parts if part is not None]
 
     @property
     def has_work(self) -> bool:
@@ -290,17 +399,108 @@ class LocalEngine:
 
     # parts of a step
 
-    def _plan(self, seqs: list[Sequence], limits: list[int]) -> _Work:
+    def _ready(self, running: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Read prompts, a piece in each step; the sequences whose next token can be had, and the tokens read."""
+        unseen = {seq: len(seq) - self.target.cached_length(seq) for seq in running}
+        is_alone = all(count > FEW for count in unseen.values())
+        left = piece = PIECE if is_alone else self._piece()
+        if self.drafter is not None:
+            self.drafter.piece = None if len(running) == 1 else piece
+        ready = []
+        for seq in running:
+            if not self._requests[seq.id].is_begun:
+                if self._waits(seq, running):
+                    continue
+                unseen[seq] -= self._begin(seq, running)
+            if unseen[seq] <= FEW:
+                ready.append(seq)
+            elif unseen[seq] <= left:
+                left -= unseen[seq]
+                ready.append(seq)
+            elif left > 0:
+                self._read(seq, left)
+                left = 0
+        return ready, piece - left
+
+    def _piece(self) -> int:
+        """Tokens of prompts that may be read while others wait for their next token."""
+        if not self._token_seconds:
+            return FIRST_PIECE
+        return min(max(int(self._read_seconds / self._token_seconds), LEAST_PIECE), PIECE)
+
+    def _read(self, seq: Sequence, count: int) -> None:
+        started = time.perf_counter()
+        self.target.read(seq, count, **({"features": self._inner["features"]} if "features" in self._inner else {}))
+        seconds = time.perf_counter() - started
+        self._requests[seq.id].timings.verify += seconds
+        self._observe_reading(seconds / count)
+
+    def _observe_reading(self, seconds: float) -> None:
+        self._token_seconds += (0.3 if self._token_seconds else 1.0) * (seconds - self._token_seconds)
+
+    def _begin(self, seq: Sequence, running: list[Sequence]) -> int:
+        """Start from the longest beginning that another one has; the number of tokens that need not be read."""
+        request = self._requests[seq.id]
+        request.is_begun = True
+        is_new = not request.timings.started
+        request.timings.started = request.timings.started or time.perf_counter()
+        count = 0
+        if self.prefixes.max_bytes:
+            limit = None if self.drafter is None else self.drafter.resumable(seq.tokens[:-1])
+            count = resume(self.prefixes, self.target, seq, running, limit=limit)
+        if is_new:
+            request.timings.num_cached_tokens = count
+            self.prefix_counts.num_prompt_tokens += seq.num_prompt_tokens
+            self.prefix_counts.num_cached_tokens += count
+        return count
+
+    def _waits(self, seq: Sequence, running: list[Sequence]) -> bool:
+        """Whether an older sequence is reading what this one begins with, too."""
+        if not self.prefixes.max_bytes:
+            return False
+        held: int | None = None
+        for other in running[: running.index(seq)]:
+            if len(other) - self.target.cached_length(other) <= FEW:
+                continue
+            common = shared(other.tokens, seq.tokens[:-1])
+            if common >= FEWEST_TOKENS and held is None:
+                held = available(self.prefixes, self.target, seq, running)
+            if held is not None and common >= held + FEWEST_TOKENS:
+                return True
+        return False
+
+    def _step_back(self, seq: Sequence) -> None:
+        """Free a sequence's memory; what it has is read again when it is its turn."""
+        self._requests[seq.id].is_begun = False
+        self.target.forget(seq)
+        if self.drafter is not None:
+            self.drafter.forget(seq)
+
+    def _fail(self, seq: Sequence, error: FlashSpecError) -> Chunk:
+        logger.warning("request %s ends: %s", seq.id, error)
+        self._requests[seq.id].error = error
+        self.prefixes.clear()
+        self.abort(seq.id)
+        return Chunk(seq.id, [], [], [], "abort", error=error)
+
+    def _plan(self, seqs: list[Sequence], num_read: int) -> _Work:
         """The draft lengths of this step, and what is remembered of it for the controller."""
-        has_prompt = any(seq.num_output_tokens == 0 for seq in seqs)
+        limits = [self.scheduler.budget(seq) for seq in seqs]
+        has_prompt = num_read > 0 or any(seq.num_output_tokens == 0 for seq in seqs)
         if self.controller is None or self.drafter is None:
-            reasons = [LAST_TOKEN if seq.num_output_tokens else FIRST_TOKEN for seq in seqs]
+            reasons = [self._reason(seq, LAST_TOKEN) for seq in seqs]
             if self.drafter is None:
                 reasons = ["there is no drafter"] * len(seqs)
             return _Work(seqs, limits, reasons, [0] * len(seqs), has_prompt)
-        backlogs = [self.drafter.backlog(seq) for seq in seqs]
+        backlogs = [self.drafter.backlog(seq) if limit else 0 for seq, limit in zip(seqs, limits, strict=True)]
         budgets = self.controller.budgets(seqs, limits, backlogs)
-        return _Work(seqs, budgets, [self.controller.reason(seq) for seq in seqs], backlogs, has_prompt)
+        reasons = [self._reason(seq, self.controller.reason(seq)) for seq in seqs]
+        return _Work(seqs, budgets, reasons, backlogs, has_prompt)
+
+    def _reason(self, seq: Sequence, other: str) -> str:
+        if seq.num_output_tokens == 0:
+            return FIRST_TOKEN
+        return SWITCHED_OFF if seq.num_speculative_tokens == 0 else other
 
     def _learn(
         self,
@@ -318,9 +518,15 @@ class LocalEngine:
                 sureness = partial(largest_probability, score.logits[0], seq.sampling.temperature)
                 nodes = verdict.accepted
                 self.controller.observe(seq, budget, draft, len(nodes), accepted=nodes, sureness=sureness)
+        started, drafted, scored, now = times
+        if work.has_prompt and not any(seq.num_output_tokens > 1 for seq in work.seqs):
+            count = sum(
+                seq.num_prompt_tokens - self._requests[seq.id].timings.num_cached_tokens for seq in work.seqs
+            )
+            if count <= PIECE:  # all of it was read in this step
+                self._observe_reading((scored - drafted) / max(count, 1))
         if self.controller is None or work.has_prompt:
             return
-        started, drafted, scored, now = times
         seconds = Times(drafting=drafted - started, forward=scored - drafted, settling=now - scored)
         self.controller.observe_times(drafts, work.budgets, work.backlogs, seconds)
 
@@ -357,7 +563,7 @@ class LocalEngine:
             chunk = self._commit(seq, draft, verdict, score)
         except FlashSpecError as error:
             self._requests[seq.id].error = error
-            verdict, chunk = Verdict([], seq.tokens[-1], False), Chunk(seq.id, [], [], [], "abort")
+            verdict, chunk = Verdict([], seq.tokens[-1], False), Chunk(seq.id, [], [], [], "abort", error=error)
         except BaseException:  # an interrupt, or a bug of the tokenizer's: this request cannot be trusted any more
             self.abort(seq.id)
             raise
@@ -371,7 +577,8 @@ class LocalEngine:
         """Append the verdict's tokens up to the first that ends the sequence; the only writer of ``seq.tokens``."""
         request = self._requests[seq.id]
         last: TokenKind = "bonus" if verdict.is_bonus else "recovered"
-        chunk = Chunk(seq.id, [], [], [], None, None if seq.sampling.logprobs is None else [])
+        guess = Draft(draft.tokens, draft.parents, None, draft.drafter, draft.confidences)
+        chunk = Chunk(seq.id, [], [], [], None, None if seq.sampling.logprobs is None else [], guess, verdict.accepted)
         row = 0
         for node in [*verdict.accepted, None]:
             token = verdict.next_token if node is None else draft.tokens[node]
@@ -391,7 +598,7 @@ class LocalEngine:
     def _end(self, seq: Sequence, token: int, text: TextStream) -> FinishReason | None:
         if token in seq.eos_tokens or text.is_stopped:
             return "stop"
-        if seq.num_output_tokens >= seq.sampling.max_tokens or len(seq) >= self.target.max_length:
+        if seq.num_output_tokens >= seq.sampling.max_tokens or len(seq) >= self.max_length:
             return "length"
         return None
 
@@ -426,12 +633,26 @@ class LocalEngine:
 
     def _drop_finished(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:
-            if seq.is_finished and self._requests.pop(seq.id, None) is not None:
+            if seq.is_finished and (request := self._requests.pop(seq.id, None)) is not None:
+                if request.error is None:
+                    keep(self.prefixes, self.target, seq)
                 self.target.forget(seq)
                 if self.drafter is not None:
                     self.drafter.forget(seq)
                 if self.controller is not None:
                     self.controller.forget(seq)
+
+    def _own_drafting(self, drafter: str | None, length: int | None) -> tuple[str | None, int | None]:
+        """A request's own drafter and longest draft, checked."""
+        if length is not None:
+            check_draft_length(length)
+        if drafter == "none" or drafter is None:
+            return None, 0 if drafter == "none" else length
+        if drafter not in self.drafters:
+            raise OptionError(
+                f"drafter {drafter!r} is not loaded here; there is {', '.join(['none', *self.drafters])}"
+            )
+        return (None if self.drafter is None or drafter == self.drafter.name else drafter), length
 
     def _check(self, sampling: SamplingParams) -> None:
         size = self.target.vocab_size
@@ -469,7 +690,7 @@ def logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
 
 
 def _finished(chunk: Chunk, reason: FinishReason) -> Chunk:
-    return Chunk(chunk.request_id, chunk.tokens, chunk.pieces, chunk.kinds, reason, chunk.logprobs)
+    return replace(chunk, finish_reason=reason, accepted=chunk.accepted[: len(chunk.tokens)])
 
 
 def _result(request: _Request, chunks: list[Chunk]) -> Result:

@@ -83,6 +83,27 @@ class ToyTarget:
         self.held.pop(seq.id, None)
         self._last.pop(seq.id, None)
 
+    def cached_length(self, seq: Sequence) -> int:
+        return len(self.held.get(seq.id, ()))
+
+    def read(self, seq: Sequence, count: int, *, features: Seq[int] = ()) -> None:
+        held = self.held.setdefault(seq.id, [])
+        assert held == seq.tokens[: len(held)], "the cache holds something else than a prefix of the sequence"
+        assert 0 < count < len(seq.tokens) - len(held), "nothing is left to score"
+        self.num_scored_tokens += count
+        self.held[seq.id] = seq.tokens[: len(held) + count]
+
+    def save(self, seq: Sequence, length: int) -> tuple[list[int], int]:
+        held = self.held[seq.id][:length]
+        assert len(held) == length, "more was saved than there is"
+        return held, 4 * length
+
+    def restore(self, seq: Sequence, state: list[int], length: int) -> None:
+        assert not self.held.get(seq.id), "a sequence that has been read already"
+        assert state[:length] == seq.tokens[:length], "keys and values of another text"
+        assert length < len(seq.tokens), "nothing is left to score"
+        self.held[seq.id] = state[:length]
+
 
 class ScriptedDrafter(Drafter):
     """Drafts what ``guess(tokens, budget)`` returns: a list of tokens, or a whole Draft."""

@@ -16,7 +16,7 @@ LAYERS = [
     ["tree"],
     ["sampling"],
     ["verify"],
-    ["cache", "text"],
+    ["cache", "text", "prefixes", "grammar"],
     ["vocabulary", "heads"],
     ["drafters", "backends"],
     ["costs"],

@@ -66,6 +66,7 @@ class HFTarget:
         self._cache = SlotCache(num_layers=len(windows), max_length=self.max_length, rounding=64 if is_cuda else 1)
         self._seqs: list[Sequence] = []  # row -> sequence, by identity: engines may share a model and not their ids
         self._bases: dict[Sequence, int] = {}  # tokens in the cache before the draft of the last score
+        self._unread: dict[Sequence, list[Tensor]] = {}  # features of tokens taken in by ``read``
 
     # the Target protocol
 
@@ -87,7 +88,13 @@ class HFTarget:
                 found[index] = score
         for seq, feed in zip(seqs, feeds, strict=True):
             self._bases[seq] = self._cache.lengths[feed.row]
-        return [found[index] for index in range(len(seqs))]
+        return [self._with_read(seq, found[index]) for index, seq in enumerate(seqs)]
+
+    def _with_read(self, seq: Sequence, score: Score) -> Score:
+        """The score with the features of what was read before."""
+        if (parts := self._unread.pop(seq, None)) is None or score.features is None:
+            return score
+        return Score(score.logits, score.hidden, torch.cat([*parts, score.features]))
 
     def keep(self, seq: Sequence, accepted: Seq[int]) -> None:
         self._cache.keep(self._row(seq), self._bases[seq], accepted)
@@ -105,10 +112,49 @@ class HFTarget:
             self._seqs[row] = self._seqs[-1]
         self._seqs.pop()
         self._bases.pop(seq, None)
+        self._unread.pop(seq, None)
 
     def cached_length(self, seq: Sequence) -> int:
-        """Tokens of the sequence in the cache."""
         return self._cache.lengths[self._row(seq)] if seq in self._seqs else 0
+
+    @torch.inference_mode()
+    def read(self, seq: Sequence, count: int, *, features: Seq[int] = ()) -> None:
+        check_positions(seq, EMPTY, limit=self.max_length)
+        feed = self._feed(seq, EMPTY)
+        unseen = feed.unseen[: min(count, len(feed.unseen) - 1)]
+        for start in range(0, len(unseen), PREFILL_CHUNK):
+            piece = unseen[start : start + PREFILL_CHUNK]
+            inner = self._run([Feed(feed.row, piece, EMPTY)], wanted=1, hidden=False, features=features)[2]
+            if inner is not None:
+                self._unread.setdefault(seq, []).append(inner[0])
+            self._cache.lengths[feed.row] += len(piece)
+
+    def save(self, seq: Sequence, length: int) -> tuple[list[Tensor], int]:
+        try:
+            state = self._cache.save(self._row(seq), length)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise MemoryLimitError(f"no memory to keep the keys and values of {length} tokens") from error
+        return state, sum(part.nbytes for part in state)
+
+    def restore(self, seq: Sequence, state: list[Tensor], length: int) -> None:
+        self.forget(seq)
+        row = self._cache.open_row()
+        self._seqs.append(seq)
+        try:
+            self._cache.restore(row, state, length)
+        except MemoryLimitError:
+            self.forget(seq)
+            raise
+        self._bases[seq] = length
+
+    @property
+    def max_cells(self) -> int | None:
+        """Rows times positions from which on the cache takes no spare room; None for no such limit."""
+        return self._cache.max_cells
+
+    @max_cells.setter
+    def max_cells(self, cells: int | None) -> None:
+        self._cache.max_cells = cells
 
     @torch.inference_mode()
     def plain_logits(self, tokens: list[int]) -> Tensor:

@@ -156,9 +156,33 @@ class LlamaTarget:
             self._lib.llama_memory_seq_rm(self._memory, row.id, -1, -1)
 
     def cached_length(self, seq: Sequence) -> int:
-        """Tokens of the sequence in memory."""
         row = self._rows.get(seq)
         return 0 if row is None else row.length
+
+    def read(self, seq: Sequence, count: int, *, features: Seq[int] = ()) -> None:
+        check_positions(seq, EMPTY, limit=self.max_length)
+        row = self._opened(seq)
+        unseen = seq.tokens[row.length :][: min(count, len(seq) - row.length - 1)]
+        self._make_room(len(unseen))
+        self._decode([_Entry(token, row.length + i, [row.id], False) for i, token in enumerate(unseen)])
+        row.length += len(unseen)
+
+    def save(self, seq: Sequence, length: int) -> tuple[Any, int]:
+        row = self._rows[seq]
+        self._drop_leaves(row)
+        state = self._state(row.id)
+        return (state, row.length), 0 if state is None else len(state)
+
+    def restore(self, seq: Sequence, state: Any, length: int) -> None:
+        data, held = state
+        self.forget(seq)
+        row = self._rows[seq] = _Row(self._new_id())
+        self._make_room(held)  # all of it is written before its tail is cut off
+        if not self._lib.llama_state_seq_set_data(self._context, data, len(data), row.id):
+            self.forget(seq)
+            raise MemoryLimitError(f"no room in llama.cpp's memory for {length} saved tokens; run fewer requests")
+        self._lib.llama_memory_seq_rm(self._memory, row.id, length, -1)
+        row.length = length
 
     def plain_logits(self, tokens: list[int]) -> Tensor:
         """Logits [vocab] after ``tokens``, from an empty memory: the reference for all the others."""
@@ -184,8 +208,12 @@ class LlamaTarget:
     def _reserve(self, seqs: Seq[Sequence], rows: Seq[_Row], drafts: Seq[Draft]) -> None:
         """Cells and sequence ids for a score, before its trees branch: a branch could not be moved."""
         unseen = sum(len(seq) - row.length for seq, row in zip(seqs, rows, strict=True))
-        cells = sum(row.length for row in self._rows.values()) + unseen + sum(map(len, drafts))
         leaves = sum(len(set(range(len(draft))) - set(draft.parents)) for draft in drafts if not draft.is_chain)
+        self._make_room(unseen + sum(map(len, drafts)), leaves=leaves)
+
+    def _make_room(self, new: int, *, leaves: int = 0) -> None:
+        """For so many more cells and sequence ids than the rows have."""
+        cells = sum(row.length for row in self._rows.values()) + new
         ids = max((row.id + 1 for row in self._rows.values()), default=0) + leaves
         if ids > MOST_IDS:
             raise MemoryLimitError(
@@ -248,7 +276,7 @@ class LlamaTarget:
                 rows = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), (count, self.vocab_size))
                 found.append(torch.from_numpy(rows.copy()))  # the next decode writes over them
         self.forward_seconds += time.perf_counter() - started
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, self.vocab_size)
 
     def _run(self, entries: list[_Entry]) -> None:
         self._batch.fill(entries)

@@ -17,6 +17,7 @@ from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, Verdict
 from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, shape_for
 from flashspec.heads.eagle import EagleHead, rotated
+from flashspec.prefixes import shared
 
 READ_CHUNK = 512  # pairs read in one forward
 
@@ -29,6 +30,7 @@ class _Row:
     pending: list[Tensor] = field(default_factory=list)  # features [m, layers * d] that were not read yet
     num_known: int = 0  # tokens whose features came, read or not
     num_read: int = 0
+    known: list[Tensor] = field(default_factory=list)  # all features, where others may want to start from them
     output: Tensor | None = None  # [d] of the last pair read
     is_lost: bool = False  # features are missing: nothing can be drafted for it any more
 
@@ -99,17 +101,25 @@ class EagleDrafter(Drafter):
         """Take the features of what was accepted."""
         for seq, draft, verdict, score in zip(seqs, drafts, verdicts, scores, strict=True):
             assert score.features is not None
-            row = self._known.setdefault(seq.id, _Row(seq))
             unseen = len(score.features) - len(draft)
+            row = self._known.get(seq.id) or self._opened(seq, len(seq) - len(verdict.accepted) - 1 - unseen)
             kept = [*range(unseen), *(unseen + node for node in verdict.accepted)]
             features = score.features if len(kept) == len(score.features) else score.features[kept]
-            row.pending.append(features)
-            row.num_known += len(kept)
+            self._learn(row, features)
             if not seq.is_finished and row.num_known != len(seq) - 1:
                 row.is_lost = True  # a step that failed, say, whose features never came
 
+    def resumable(self, tokens: Seq[int]) -> int:
+        """The target may skip what features are kept of: an EAGLE head reads a whole text, only faster."""
+        return 0 if self.prefixes is None else self._kept(list(tokens))[0]
+
     def forget(self, seq: Sequence) -> None:
         row = self._known.pop(seq.id, None)
+        if row is not None and row.known and not row.is_lost and self.prefixes is not None:
+            tokens = seq.tokens[: row.num_known]
+            if not self.prefixes.holds(self, tokens):
+                features = torch.cat(row.known)
+                self.prefixes.put(self, tokens, [features], features.nbytes)
         if row is None or row not in self._rows:
             return
         at = self._rows.index(row)
@@ -130,6 +140,33 @@ class EagleDrafter(Drafter):
             self.head.logits(row.output[None]).topk(self.width or 1)
         finally:
             self.forget(seq)
+
+    # features
+
+    def _opened(self, seq: Sequence, num_skipped: int) -> _Row:
+        """A new row, with the features of tokens that the target did not have to read."""
+        row = self._known[seq.id] = _Row(seq)
+        if num_skipped > 0:
+            length, features = self._kept(seq.tokens[:num_skipped])
+            if length == num_skipped:
+                self._learn(row, torch.cat(features)[:length])
+        return row
+
+    def _learn(self, row: _Row, features: Tensor) -> None:
+        row.pending.append(features)
+        row.num_known += len(features)
+        if self.prefixes is not None:
+            row.known.append(features)
+
+    def _kept(self, tokens: list[int]) -> tuple[int, list[Tensor]]:
+        """How far features of a text's beginning are there, of running or finished sequences, and the features."""
+        assert self.prefixes is not None
+        length, features = self.prefixes.find(self, tokens)
+        for row in self._known.values():
+            common = min(shared(row.seq.tokens, tokens), 0 if row.is_lost or not row.known else row.num_known)
+            if common > length:
+                length, features = common, row.known
+        return length, features or []
 
     # forwards
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence as Seq
 from typing import Protocol, cast
 
-from flashspec.core import Draft, Drafter, Score, Sequence, StoppingRule, Verdict
+from flashspec.core import EMPTY, Draft, Drafter, Score, Sequence, StoppingRule, Verdict
+from flashspec.prefixes import PrefixStore
 
 SURE = 0.7  # with a fixed draft length: mean confidence from which a free draft is taken
 
@@ -54,16 +55,34 @@ class HybridDrafter(Drafter):
         self.slow.rule = rule if self._rule is None else self._rule.slow
 
     @property
+    def prefixes(self) -> PrefixStore | None:  # type: ignore[override]
+        return self.slow.prefixes
+
+    @prefixes.setter
+    def prefixes(self, store: PrefixStore | None) -> None:
+        self.quick.prefixes = self.slow.prefixes = store
+
+    @property
+    def piece(self) -> int | None:  # type: ignore[override]
+        return self.slow.piece
+
+    @piece.setter
+    def piece(self, piece: int | None) -> None:
+        self.quick.piece = self.slow.piece = piece
+
+    @property
     def forward_seconds(self) -> float:
         """Of the slow drafter's network, so far."""
         return float(getattr(self.slow, "forward_seconds", 0.0))
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         drafts = self.quick.propose(seqs, budgets)
+        drafts = [EMPTY if seq.drafter == self.slow.name else draft for seq, draft in zip(seqs, drafts, strict=True)]
         if self._rule is not None:
             left = self._rule.slow_budgets(seqs, drafts, budgets)
         else:
             left = [0 if _is_sure(draft) else budget for draft, budget in zip(drafts, budgets, strict=True)]
+        left = [0 if seq.drafter == self.quick.name else budget for seq, budget in zip(seqs, left, strict=True)]
         if not any(left):
             return drafts
         slower = self.slow.propose(seqs, left)
@@ -71,6 +90,13 @@ class HybridDrafter(Drafter):
 
     def backlog(self, seq: Sequence) -> int:
         return self.slow.backlog(seq)
+
+    def resumable(self, tokens: Seq[int]) -> int:
+        return min(self.quick.resumable(tokens), self.slow.resumable(tokens))
+
+    def predict(self, seq_id: str, tokens: Seq[int]) -> None:
+        self.quick.predict(seq_id, tokens)
+        self.slow.predict(seq_id, tokens)
 
     def observe(self, seqs: Seq[Sequence], drafts: Seq[Draft], verdicts: Seq[Verdict], scores: Seq[Score]) -> None:
         self.quick.observe(seqs, drafts, verdicts, scores)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flashspec.core import EMPTY, Draft, Drafter, Sequence, Target
+from flashspec.core import EMPTY, READING, Draft, Drafter, Sequence, Target
 from flashspec.drafters.growth import Growth, Siblings, Vocabulary, checked_width, shape_for
 from flashspec.errors import ModelError
+from flashspec.prefixes import available, keep, resume, shared
 from flashspec.sampling import Distribution, coupled_token, distribution, draw, largest_probability
 
 logger = logging.getLogger("flashspec")
@@ -65,6 +66,20 @@ class ModelDrafter(Drafter):
         pairs = zip(seqs, budgets, strict=True)
         lengths = [min(budget, self._room(seq)) if budget > 0 else 0 for seq, budget in pairs]
         shadows = {i: self._catch_up(seq) for i, seq in enumerate(seqs) if lengths[i] > 0}
+        reading = {i for i, shadow in shadows.items() if self._reads(shadow.sequence)}
+        for i in reading:
+            shadows.pop(i)
+        drafts = self._drafts(seqs, lengths, shadows)
+        return [READING if i in reading else draft for i, draft in enumerate(drafts)]
+
+    def _reads(self, seq: Sequence) -> bool:
+        """Read a piece of a text that is too long to be read at once; False where there is no need to."""
+        if self.piece is None or len(seq) - self.target.cached_length(seq) <= self.piece:
+            return False
+        self.target.read(seq, self.piece)
+        return True
+
+    def _drafts(self, seqs: Seq[Sequence], lengths: list[int], shadows: dict[int, Shadow]) -> list[Draft]:
         if self.width != 1 and self.target.supports_trees:
             trees = self._grown({i: (shadow, lengths[i]) for i, shadow in shadows.items()})
             return [trees.get(i, EMPTY) for i in range(len(seqs))]
@@ -100,16 +115,32 @@ class ModelDrafter(Drafter):
     def backlog(self, seq: Sequence) -> int:
         """Committed tokens that the draft model has not seen."""
         shadow = self._shadows.get(seq.id)
-        return len(seq) - (shadow.num_committed if shadow is not None else 0)
+        if shadow is not None:
+            return len(seq) - self._num_read(shadow)
+        return len(seq) - (available(self.prefixes, self.target, seq, self._others()) if self.prefixes else 0)
 
     def forget(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq.id, None)
         if shadow is not None:
+            if self.prefixes is not None:  # its guesses are of no use to anybody else
+                committed = shared(shadow.view.tokens, seq.tokens) if shadow.view is shadow.sequence else None
+                keep(self.prefixes, self.target, shadow.sequence, limit=committed)
             self.target.forget(shadow.sequence)
+
+    def _num_read(self, shadow: Shadow) -> int:
+        """Tokens that need not be read before the next guess."""
+        if shadow.view is shadow.sequence:  # what was taken in piecemeal may end before what is committed
+            return min(shadow.num_committed, self.target.cached_length(shadow.sequence) + 1)
+        return shadow.num_committed
+
+    def _others(self) -> list[Sequence]:
+        return [shadow.sequence for shadow in self._shadows.values()]
 
     def _catch_up(self, seq: Sequence) -> Shadow:
         shadow = self._shadow(seq)
         self._follow(shadow, seq)
+        if self.prefixes is not None and not self.target.cached_length(shadow.sequence):
+            resume(self.prefixes, self.target, shadow.sequence, self._others())
         shadow.num_committed = len(seq)
         shadow.probs.clear()
         shadow.confidences.clear()

@@ -68,18 +68,26 @@ class NGramDrafter(Drafter):
             raise OptionError(f"min_n is {min_n!r}, max_n is {max_n!r}; whole numbers with 1 <= min_n <= max_n <= 64")
         self.min_n, self.max_n = min_n, max_n
         self._indices: dict[str, NGramIndex] = {}
+        self._predictions: dict[str, list[int]] = {}
+
+    def predict(self, seq_id: str, tokens: Seq[int]) -> None:
+        """Look guesses up in an expected output as well: it is read as if it stood before the prompt."""
+        self._predictions[seq_id] = list(tokens)
+        self._indices.pop(seq_id, None)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         return [self._draft(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq.id, None)
+        self._predictions.pop(seq.id, None)
 
     def _draft(self, seq: Sequence, budget: int) -> Draft:
         index = self._indices.get(seq.id)
         if index is None:
             index = self._indices[seq.id] = NGramIndex(min_n=self.min_n, max_n=self.max_n)
-        index.extend(seq.tokens[len(index.tokens) :])
+            index.extend(self._predictions.get(seq.id, []))
+        index.extend(seq.tokens[len(index.tokens) - len(self._predictions.get(seq.id, [])) :])
         tokens = until_eos(index.continuation(budget) if budget > 0 else [], seq.eos_tokens)
         if self.rule is None or not tokens:
             return Draft.chain(tokens, drafter=self.name)

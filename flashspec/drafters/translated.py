@@ -111,6 +111,7 @@ class TranslatedDrafter(ModelDrafter):
         """Whether it drafts text, which ignores penalties, biases and bans: those are of the served ids."""
         params = shadow.view.sampling
         is_plain = not (params.has_penalties or params.logit_bias or params.bad_tokens or params.allowed_tokens)
+        is_plain = is_plain and params.grammar is None
         return self.method == "text" or (not self._is_chosen and params.is_greedy and is_plain)
 
     def _goes_on(self, shadow: Shadow, length: int) -> bool:
