@@ -25,8 +25,6 @@ from flashspec.errors import FlashSpecError, OptionError, PromptError
 if TYPE_CHECKING:
     import torch
 
-    from flashspec.prefixes import PrefixStore
-
 Verification = Literal["auto", "rejection", "block", "coupled"]
 FinishReason = Literal["stop", "length", "abort"]
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
@@ -449,7 +447,7 @@ class Drafter(Protocol):
     needs_hidden: bool = False  # whether ``observe`` wants ``Score.hidden``
     feature_layers: Seq[int] = ()  # of the target, of which ``observe`` wants ``Score.features``
     rule: StoppingRule | None = None  # set by an engine that chooses the draft length; asking it is optional
-    prefixes: PrefixStore | None = None  # set by an engine that keeps what finished sequences have read
+    prefixes: Any = None  # a PrefixStore, set by an engine that keeps what finished sequences have read
     piece: int | None = None  # set by an engine: tokens it may read for a sequence in one step, so as to stall no other
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:

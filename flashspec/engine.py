@@ -233,7 +233,7 @@ class LocalEngine:
                 f"the prompt has {len(ids)} tokens; with at least one to generate it must stay under the model's "
                 f"{self.max_length} positions; shorten it"
             )
-        self._check(sampling)
+        self.check(sampling)
         drafter, num_speculative_tokens = self._own_drafting(drafter, num_speculative_tokens)
         name = request_id or uuid.uuid4().hex
         if name in self._requests:
@@ -319,7 +319,8 @@ class LocalEngine:
 
             size, eos = self.target.vocab_size, self.target.eos_tokens
             self._grammars = GrammarCompiler(self.tokenizer, vocab_size=size, eos_tokens=eos)
-        return self._grammars.compile(sampling.grammar)
+        made: Constraint = self._grammars.compile(sampling.grammar)
+        return made
 
     @property
     def max_length(self) -> int:
@@ -520,9 +521,7 @@ class LocalEngine:
                 self.controller.observe(seq, budget, draft, len(nodes), accepted=nodes, sureness=sureness)
         started, drafted, scored, now = times
         if work.has_prompt and not any(seq.num_output_tokens > 1 for seq in work.seqs):
-            count = sum(
-                seq.num_prompt_tokens - self._requests[seq.id].timings.num_cached_tokens for seq in work.seqs
-            )
+            count = sum(seq.num_prompt_tokens - self._requests[seq.id].timings.num_cached_tokens for seq in work.seqs)
             if count <= PIECE:  # all of it was read in this step
                 self._observe_reading((scored - drafted) / max(count, 1))
         if self.controller is None or work.has_prompt:
@@ -649,12 +648,12 @@ class LocalEngine:
         if drafter == "none" or drafter is None:
             return None, 0 if drafter == "none" else length
         if drafter not in self.drafters:
-            raise OptionError(
-                f"drafter {drafter!r} is not loaded here; there is {', '.join(['none', *self.drafters])}"
-            )
+            raise OptionError(f"drafter {drafter!r} is not loaded here; there is {', '.join(['none', *self.drafters])}")
         return (None if self.drafter is None or drafter == self.drafter.name else drafter), length
 
-    def _check(self, sampling: SamplingParams) -> None:
+    def check(self, sampling: SamplingParams, *, drafter: str | None = None) -> None:
+        """Raise OptionError where a request asks for what this model or this engine does not have."""
+        self._own_drafting(drafter, None)
         size = self.target.vocab_size
         named = {"logit_bias": sampling.logit_bias, "bad_tokens": sampling.bad_tokens}
         named["allowed_tokens"] = sampling.allowed_tokens or ()

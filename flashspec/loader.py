@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from flashspec import costs
 from flashspec.choice import HeadsController, HybridController, QuickController
 from flashspec.controller import AUTO, Controller
-from flashspec.core import Drafter
+from flashspec.core import Drafter, Sequence, Target
 from flashspec.costs import CostCurve
 from flashspec.drafters.eagle import EagleDrafter
 from flashspec.drafters.growth import checked_width
@@ -23,18 +25,20 @@ from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
 from flashspec.drafters.suffix import SuffixDrafter
 from flashspec.drafters.translated import TranslatedDrafter
-from flashspec.engine import AnyController, LocalEngine
+from flashspec.engine import READ_SECONDS, AnyController, LocalEngine
 from flashspec.errors import MemoryLimitError, OptionError, VocabularyError
 from flashspec.heads.eagle import EagleHead
 from flashspec.heads.files import kind_of
 from flashspec.heads.medusa import MedusaHeads
-from flashspec.pretrained import Loaded, load_model
+from flashspec.pretrained import Loaded, free_memory, load_model
 from flashspec.scheduler import check_draft_length
 from flashspec.trained import Heads, load_heads
 from flashspec.weights import Progress, cache_folder
 
 logger = logging.getLogger("flashspec")
-
+AUTO_SHARE = 0.6  # of free memory, for keys and values
+GROWING = 2  # a cache and the larger one that it is copied into
+FEWEST_CELLS = 512
 
 READ = {
     "model": "a draft model",
@@ -134,6 +138,10 @@ def load(
     dtype: str | None = None,
     pack: bool = True,
     max_batch: int = 16,
+    max_length: int | None = None,
+    cache_memory: int | str | None = None,
+    prefix_memory: int = 0,
+    read_seconds: float = READ_SECONDS,
     self_test: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -161,6 +169,12 @@ def load(
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for float32 on a CPU, else the model's own.
         pack: replace linear layers by ones that cost less for a few tokens (CPU, float32; the same numbers).
         max_batch: sequences that run at once.
+        max_length: positions of a sequence, if less than the model has.
+        cache_memory: bytes for the keys and values of running sequences, a draft model's included; ``"auto"`` for a
+            share of what is free once the models are loaded; None for no limit. Where they run short the newest
+            sequences wait.
+        prefix_memory: bytes for keys and values of finished sequences, from which others that begin alike start.
+        read_seconds: how long running sequences may be held up by a step that reads prompts.
         self_test: compare rolled-back logits with plain forwards before the first request.
         trust_remote_code: run model code that comes with the weights.
         progress: called with a line of text at each stage.
@@ -207,11 +221,53 @@ def load(
     elif made is not None:
         length = int(num_speculative_tokens)
     engine = LocalEngine(
-        loaded.target, made, tokenizer=loaded.tokenizer, num_speculative_tokens=length, max_batch=max_batch
+        loaded.target,
+        made,
+        tokenizer=loaded.tokenizer,
+        num_speculative_tokens=length,
+        max_batch=max_batch,
+        max_length=max_length,
+        max_cells=max_cells(loaded, small, cache_memory),
+        prefix_bytes=prefix_memory,
+        read_seconds=read_seconds,
     )
     engine.why = reason_for(name, made, small) if is_auto else f"drafter {name}, as asked"
     logger.info("%s", engine.why)
     return engine
+
+
+def max_cells(target: Loaded, draft: Loaded | Heads | None, memory: int | str | None) -> int | None:
+    """Tokens whose keys and values fit into ``memory``, while a cache that grows is copied into a larger one.
+
+    Raises:
+        OptionError: not enough for anything.
+    """
+    if memory is None:
+        return None
+    models = [target.target] + ([draft.target] if isinstance(draft, Loaded) else [])
+    size = memory if isinstance(memory, int) else int(AUTO_SHARE * free_memory(device_of(target.target)))
+    cells = size // (GROWING * sum(map(bytes_per_token, models)))
+    if cells < FEWEST_CELLS:
+        raise OptionError(
+            f"{size / 2**20:.0f} MiB for keys and values are enough for {cells} tokens, and {FEWEST_CELLS} are the "
+            "least; raise --cache-memory or use a smaller model"
+        )
+    return cells
+
+
+def device_of(target: Target) -> torch.device:
+    """Where its keys and values are."""
+    return getattr(getattr(target, "model", None), "device", torch.device("cpu"))
+
+
+def bytes_per_token(target: Target) -> int:
+    """Of a model's keys and values, as it keeps them."""
+    seq = Sequence("size", [0] * 17, 17)
+    try:
+        target.read(seq, 16)
+        return max(target.save(seq, 16)[1] // 16, 1)
+    finally:
+        target.forget(seq)
 
 
 def _controller(

@@ -359,10 +359,17 @@ def _check_memory(name: str, folder: Path, dtype: torch.dtype | str, device: tor
     _check_free(name, numbers * dtype.itemsize, f"in {dtype}")
 
 
-def _check_free(name: str, needed: int, how: str) -> None:
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken there now."""
     import psutil
 
-    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _check_free(name: str, needed: int, how: str) -> None:
+    free = free_memory(torch.device("cpu"))
     if needed > free:
         raise MemoryLimitError(
             f"{name} needs {needed / 2**30:.1f} GiB for its weights {how}, and {free / 2**30:.1f} GiB are free; "

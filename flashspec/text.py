@@ -68,13 +68,22 @@ def _text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: boo
     return [int(token) for token in ids]
 
 
-def rendered(tokenizer: Tokenizer | None, messages: Any) -> str:
+def rendered(tokenizer: Tokenizer | None, messages: Any, *, tools: list[dict[str, Any]] | None = None) -> str:
+    """A conversation in the model's own template, up to where the assistant speaks.
+
+    Args:
+        tools: functions that the model may call, for templates that tell it of them.
+
+    Raises:
+        PromptError: no template, or messages that it refuses.
+    """
     if tokenizer is None or not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template; give the prompt as plain text")
     if any(not isinstance(message, dict) or "role" not in message or "content" not in message for message in messages):
         raise PromptError(f"each chat message needs a role and a content: {messages!r:.120}")
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        more = {} if tools is None else {"tools": tools}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
     except Exception as error:  # templates are programs of their authors and raise what they like
         raise PromptError(f"the chat template refuses these messages ({error})") from error
 

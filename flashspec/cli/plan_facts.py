@@ -85,19 +85,18 @@ class Place:
         self.available = self._available()
 
     def _available(self) -> int:
-        import psutil
         import torch
+
+        from flashspec.pretrained import free_memory
 
         if self.question.memory is not None:
             return int(self.question.memory * 2**30)
-        if self.device.type == "cpu":
-            return int(psutil.virtual_memory().available)
-        if not self.is_here:
+        if self.device.type != "cpu" and not self.is_here:
             raise OptionError(
                 f"device is {str(self.device)!r}, and this machine has {torch.cuda.device_count()} CUDA devices, so "
                 "what is free there is not known; give --memory GiB, or --device cpu"
             )
-        return int(torch.cuda.mem_get_info(self.device)[0])
+        return free_memory(self.device)
 
     def setup(self, say: Say) -> tuple[Setup, list[str]]:
         """Both models by their configs, and what had to be assumed of them."""

@@ -55,15 +55,16 @@ class HybridDrafter(Drafter):
         self.slow.rule = rule if self._rule is None else self._rule.slow
 
     @property
-    def prefixes(self) -> PrefixStore | None:  # type: ignore[override]
-        return self.slow.prefixes
+    def prefixes(self) -> PrefixStore | None:
+        held: PrefixStore | None = self.slow.prefixes
+        return held
 
     @prefixes.setter
     def prefixes(self, store: PrefixStore | None) -> None:
         self.quick.prefixes = self.slow.prefixes = store
 
     @property
-    def piece(self) -> int | None:  # type: ignore[override]
+    def piece(self) -> int | None:
         return self.slow.piece
 
     @piece.setter

@@ -33,7 +33,7 @@ class DrainingError(FlashSpecError):
     """The server finishes what it has and takes nothing more."""
 
 
-class EngineFailure(FlashSpecError):
+class EngineError(FlashSpecError):
     """A bug, ours or a library's: the request is lost, the server goes on."""
 
 
@@ -197,7 +197,7 @@ class Worker:
             return [_failed(job.id, error)]
         except Exception as error:
             logger.exception("request %s could not be begun", job.id)
-            return [_failed(job.id, EngineFailure(f"internal error: {type(error).__name__}"))]
+            return [_failed(job.id, EngineError(f"internal error: {type(error).__name__}"))]
         return []
 
     def _step(self) -> list[Chunk]:
@@ -212,7 +212,7 @@ class Worker:
                 return []
             name = (scheduler.running or scheduler.waiting)[-1].id
             self.engine.abort(name)
-            return [_failed(name, EngineFailure(f"internal error: {type(error).__name__}"))]
+            return [_failed(name, EngineError(f"internal error: {type(error).__name__}"))]
 
 
 def _failed(name: str, error: FlashSpecError) -> Chunk:

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over an engine; it needs the ``serve`` extra."""

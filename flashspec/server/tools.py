@@ -1,0 +1,114 @@
+"""Functions that a model may call: told to it by its template, held to their schemas by a grammar, read back.
+
+A call is ``<tool_call>`` JSON ``</tool_call>``, as many open models were taught (the Hermes format); the grammar makes
+any other model follow it too.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashspec.core import Grammar
+from flashspec.server.protocol import ApiError, ChatRequest, NamedTool, Tool
+
+BEGIN, END = "<tool_call>\n", "\n</tool_call>"
+MARK = BEGIN.strip()
+
+
+def chosen(request: ChatRequest) -> list[Tool]:
+    """The tools that may be called.
+
+    Raises:
+        ApiError: a choice without tools, or of one that is not there.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    if choice in (None, "none", "auto") and not tools:
+        return []
+    if not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+    if choice == "none":
+        return []
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise ApiError(
+                400, f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                param="tool_choice", code="invalid_value",
+            )  # fmt: skip
+    return tools
+
+
+def grammar(request: ChatRequest, tools: Seq[Tool]) -> Grammar:
+    """Free text with calls in it, or nothing but calls where one is required."""
+    schemas = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or _ANYTHING},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    body = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_pattern": r"[ \n]{0,4}"}})
+    if request.tool_choice in (None, "auto"):
+        many = "?" if request.parallel_tool_calls is False else "*"
+        start = f"start: called{many} tail\ncalled: head body {json.dumps(END)}\n"
+        start += f"head[lazy]: TEXT {json.dumps(BEGIN)}\ntail: TEXT\nTEXT: /(.|\\n)*/\n"
+    else:
+        # one call, unless more are asked for: small models do not stop by themselves
+        more = ' ("\\n" call)*' if request.parallel_tool_calls and request.tool_choice == "required" else ""
+        start = f"start: call{more}\n"
+        start += f"call: {json.dumps(BEGIN)} body {json.dumps(END)}\n"
+    return Grammar("lark", f"%llguidance {{}}\n{start}body: %json {body}\n")
+
+
+_ANYTHING = {"type": "object"}
+
+
+def explained(tools: Seq[Tool]) -> str:
+    """A system message for models whose template does not tell them of tools."""
+    listed = "\n".join(json.dumps(tool.function.model_dump(exclude_none=True), ensure_ascii=False) for tool in tools)
+    return (
+        f"You may call these functions:\n{listed}\n"
+        f'To call one, write {MARK} on a line, then {{"name": ..., "arguments": {{...}}}}, then {END.strip()}.'
+    )
+
+
+@dataclass(slots=True)
+class Calls:
+    """Takes calls out of a text that comes in pieces."""
+
+    found: list[dict[str, Any]] = field(default_factory=list)
+    _held: str = ""
+
+    def push(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """The text that is no part of a call, as far as that is certain, and the calls that are complete."""
+        self._held += text
+        shown, calls = "", []
+        while (at := self._held.find(MARK)) >= 0 and (end := self._held.find(END, at)) >= 0:
+            shown += self._held[:at]
+            calls.append(self._call(self._held[at + len(MARK) : end]))
+            self._held = self._held[end + len(END) :].removeprefix("\n")
+        if at < 0 and not is_last:
+            at = next((i for i in range(len(self._held)) if MARK.startswith(self._held[i:])), len(self._held))
+        if is_last and at < 0:
+            at = len(self._held)
+        shown, self._held = shown + self._held[:at], self._held[at:]
+        if is_last:  # a call that was cut short is shown as it is
+            shown, self._held = shown + self._held, ""
+        return shown, calls
+
+    def _call(self, text: str) -> dict[str, Any]:
+        said = json.loads(text)
+        call = {
+            "index": len(self.found),
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": said["name"], "arguments": json.dumps(said["arguments"], ensure_ascii=False)},
+        }
+        self.found.append(call)
+        return call
