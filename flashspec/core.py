@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     import torch
@@ -303,7 +303,7 @@ class Chunk:
     logprobs: list[TokenLogprob] | None = None
     draft: Draft = EMPTY  # what was guessed in this step, without its probabilities
     accepted: list[int] = field(default_factory=list)  # its nodes that were
-    error: FlashSpecError | None = None  # what ended the request
+    error: Exception | None = None  # what ended the request
 
     @property
     def text(self) -> str:

@@ -106,7 +106,7 @@ class _Request:
     chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``stream`` is the reader
     is_streamed: bool = False
     is_begun: bool = False  # its text is being read, or was
-    error: FlashSpecError | None = None
+    error: Exception | None = None
 
 
 class ChunkStream(Iterator[Chunk]):
@@ -188,6 +188,7 @@ class LocalEngine:
         self.prefixes = PrefixStore(prefix_bytes)
         self.prefix_counts = PrefixCounts()
         self.last_step: StepReport | None = None
+        self.last_chunks: list[Chunk] = []  # of the last step, also where it ended in an exception
         self._read_seconds = read_seconds
         self._token_seconds = 0.0  # to read a token of a prompt; 0 before any was read
         self._grammars: Any = None
@@ -267,6 +268,7 @@ class LocalEngine:
 
     def _step(self, running: list[Sequence]) -> list[Chunk]:
         started = time.perf_counter()
+        chunks = self.last_chunks = []
         seqs, num_read = self._ready(running)
         if not seqs:
             return []
@@ -276,7 +278,6 @@ class LocalEngine:
         drafted = time.perf_counter()
         scores = self.target.score(seqs, drafts, **self._inner)
         scored = time.perf_counter()
-        chunks: list[Chunk] = []
         try:
             verdicts = [self._settle(*each, chunks) for each in zip(seqs, drafts, scores, strict=True)]
             if self.drafter is not None:
@@ -560,10 +561,10 @@ class LocalEngine:
             with torch.inference_mode():
                 verdict = verify(distribution(score.logits, seq, draft), draft, seq)
             chunk = self._commit(seq, draft, verdict, score)
-        except FlashSpecError as error:
+        except Exception as error:  # not finite logits, or a bug of the tokenizer's: it cannot be trusted any more
             self._requests[seq.id].error = error
             verdict, chunk = Verdict([], seq.tokens[-1], False), Chunk(seq.id, [], [], [], "abort", error=error)
-        except BaseException:  # an interrupt, or a bug of the tokenizer's: this request cannot be trusted any more
+        except BaseException:  # an interrupt
             self.abort(seq.id)
             raise
         self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])

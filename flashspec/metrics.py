@@ -6,6 +6,7 @@ do about it, and in ``deploy/``, which alerts on them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ WINDOW = 60.0  # seconds that rates are over
 FEWEST_STEPS = 20  # decode steps without a draft before their time is known
 QUICK = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-disable_created_metrics()  # a second series for each, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody asks for
 EFFICIENCY_DOC = "Speed over the last minute against plain decoding of the same batch; 1 is as fast"
 
 
@@ -33,21 +34,24 @@ class Window:
     sums: list[float] = field(default_factory=list)
     _held: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # written by one thread, read by another
+
     def add(self, *values: float, now: float | None = None) -> None:
         now = time.monotonic() if now is None else now
-        self._held.append((now, values))
-        self.sums = [old + new for old, new in zip(self.sums or [0.0] * len(values), values, strict=True)]
-        self.expire(now)
+        with self._lock:
+            self._held.append((now, values))
+            self.sums = [old + new for old, new in zip(self.sums or [0.0] * len(values), values, strict=True)]
+            self._expire(now)
 
-    def expire(self, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
+    def ratio(self, now: float | None = None) -> float | None:
+        """First over second sum; None where nothing happened."""
+        with self._lock:
+            self._expire(time.monotonic() if now is None else now)
+            return self.sums[0] / self.sums[1] if self._held and self.sums[1] > 0 else None
+
+    def _expire(self, now: float) -> None:
         while self._held and self._held[0][0] < now - self.seconds:
             self.sums = [total - old for total, old in zip(self.sums, self._held.popleft()[1], strict=True)]
-
-    def ratio(self) -> float | None:
-        """First over second sum; None where nothing happened."""
-        self.expire()
-        return self.sums[0] / self.sums[1] if self._held and self.sums[1] > 0 else None
 
 
 class Efficiency:

@@ -31,9 +31,9 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, vocab_size: int) -> l
         PromptError: empty, of another type, no template, or ids outside the vocabulary.
     """
     if isinstance(prompt, str):
-        ids = _text_ids(tokenizer, prompt, add_special_tokens=True)
+        ids = text_ids(tokenizer, prompt, add_special_tokens=True)
     elif prompt and isinstance(prompt, list) and isinstance(prompt[0], dict):
-        ids = _text_ids(tokenizer, rendered(tokenizer, prompt), add_special_tokens=False)
+        ids = text_ids(tokenizer, rendered(tokenizer, prompt), add_special_tokens=False)
     elif isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
         ids = list(prompt)  # type: ignore[arg-type]
     else:
@@ -58,7 +58,8 @@ def as_conversation(tokenizer: Tokenizer | None, text: str, *, system: str | Non
     return [*start, {"role": "user", "content": text}]
 
 
-def _text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool) -> list[int]:
+def text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; raises PromptError where it is none, or there is no tokenizer."""
     if tokenizer is None:
         raise PromptError("this engine has no tokenizer; give the prompt as token ids")
     try:

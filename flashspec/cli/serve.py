@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Annotated, Literal
 
@@ -92,7 +93,10 @@ def serve(
     if api_key is not None and not api_key:
         raise OptionError("the API key is empty; give one, or unset FLASHSPEC_API_KEY")
     sock = bound(host, port)
-    with progress() as say:
+    logger = logging.getLogger("flashspec.server")
+    if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("anybody who can reach %s may use this server: set --api-key", host)
+    with contextlib.nullcontext(logger.info) if log_format == "json" else progress() as say:
         from flashspec.loader import load
 
         engine = load(
@@ -111,7 +115,7 @@ def serve(
         log_prompts=log_prompts,
     )  # fmt: skip
     where = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    logging.getLogger("flashspec.server").info(
+    logger.info(
         "serving %s at %s (%s; %d at once, %s tokens of keys and values)",
         settings.model_name, where, engine.why, max_batch, engine.scheduler.max_cells,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -40,13 +41,15 @@ from flashspec.server.protocol import (
     Tool,
     grammar_of,
 )
-from flashspec.server.tools import Calls, chosen, explained, grammar
+from flashspec.server.tools import Calls, chosen, explained, grammar, written
 from flashspec.server.worker import BusyError, DrainingError, EngineError, Job, Worker
-from flashspec.text import Encoded, Tokenizer, encode, has_chat_template, rendered
+from flashspec.text import Encoded, Tokenizer, encode, has_chat_template, rendered, text_ids
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 SHORT = 16  # OpenAI's default for plain completions
 PREPARING = 2  # threads that turn prompts into tokens and schemas into grammars
+READING_SECONDS = 60.0  # that a client may take beyond a request's time to read its answer
+UNION_BRANCH = re.compile(r"\[|^(str|int|float|bool|dict|list|TextPart|NamedTool)$")  # in pydantic's locations
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 logger = logging.getLogger("flashspec.server")
 
@@ -99,7 +102,13 @@ class Service:
             )  # fmt: skip
         if self._preparing is None:
             self._preparing = anyio.CapacityLimiter(PREPARING)
-        self.worker.check_room(body.n or 1)
+        count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
+        if count > self.worker.num_places:
+            raise ApiError(
+                400, f"the request asks for {count} answers, and this server works on {self.worker.num_places} at "
+                "most; ask for fewer", param="n", code="invalid_value",
+            )  # fmt: skip
+        self.worker.check_room(count)
         return await anyio.to_thread.run_sync(self._made, body, name, limiter=self._preparing)
 
     def _made(self, body: ChatRequest | CompletionRequest, name: str) -> _Prepared:
@@ -160,18 +169,18 @@ class Service:
             raise ApiError(
                 400, "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
             )
-        turns = [_turn(message) for message in messages]
+        knows_calls = "tool_calls" in str(self.tokenizer.chat_template)
+        turns = [_turn(message, knows_calls=knows_calls) for message in messages]
         if not tools:
             return self._encoded_turns(turns, None)
         told = [tool.model_dump(exclude_none=True) for tool in tools]
-        text = rendered(self.tokenizer, turns, tools=told)
-        if all(tool.function.name in text for tool in tools):
+        if rendered(self.tokenizer, turns, tools=told) != rendered(self.tokenizer, turns):
             return self._encoded_turns(turns, told)
         return self._encoded_turns([{"role": "system", "content": explained(tools)}, *turns], None)
 
     def _encoded_turns(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Encoded:
         text = rendered(self.tokenizer, turns, tools=tools)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = text_ids(self.tokenizer, text, add_special_tokens=False)
         return self._checked(Encoded(ids, text if tools else turns))
 
     def _encoded(self, prompt: str | list[int], *, is_prompt: bool = True) -> Encoded:
@@ -201,19 +210,23 @@ class Service:
             FlashSpecError: what ended one of them.
         """
         queue: asyncio.Queue[tuple[Job, Chunk]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.request_timeout
         choices = {choice.job.id: choice for choice in prepared.choices}
         jobs = prepared.jobs
         left = set(choices)
         try:
             self.worker.submit(jobs, lambda job, chunk: queue.put_nowait((job, chunk)))
-            async with asyncio.timeout(self.settings.request_timeout):
-                while left:
+            while left:
+                if loop.time() > deadline:  # a reader so slow that there was always something to send
+                    raise TimeoutError
+                async with asyncio.timeout_at(deadline):
                     job, chunk = await queue.get()
-                    if chunk.error is not None:
-                        raise chunk.error
-                    if chunk.finish_reason is not None:
-                        left.discard(job.id)
-                    yield choices[job.id], chunk
+                if chunk.error is not None:
+                    raise chunk.error
+                if chunk.finish_reason is not None:
+                    left.discard(job.id)
+                yield choices[job.id], chunk
         except TimeoutError:
             seconds = f"{self.settings.request_timeout:g} seconds"
             raise ApiError(504, f"the request took longer than {seconds}; ask for less", code="timeout") from None
@@ -221,11 +234,14 @@ class Service:
             self.worker.cancel(jobs)
 
 
-def _turn(message: Turn) -> dict[str, Any]:
-    """A message as templates know it: arguments as objects, no developers."""
+def _turn(message: Turn, *, knows_calls: bool) -> dict[str, Any]:
+    """A message as templates know it: arguments as objects, no developers, calls as text where they know of none."""
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": message.text()}
-    if message.tool_calls:
+    if message.tool_calls and not knows_calls:
+        calls = (written(call.function.name, call.function.arguments) for call in message.tool_calls)
+        turn["content"] = "\n".join([*filter(None, [turn["content"]]), *calls])
+    elif message.tool_calls:
         turn["tool_calls"] = [
             {
                 "type": "function",
@@ -275,18 +291,18 @@ class Json(Response):
 class EventStream(Response):
     """Server-sent events, until they end or the client leaves."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], *, seconds: float) -> None:
         # or proxies keep the tokens to themselves
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=EVENT_STREAM)
         del self.headers["content-length"]
-        self.events = events
+        self.events, self.seconds = events, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED, timeout=self.seconds)
         finally:
             for task in (leaving, sending):
                 task.cancel()
@@ -326,13 +342,13 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Json,
     )  # fmt: skip
     settings = service.settings
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
-        )
     app.add_middleware(
         Gate, api_key=settings.api_key, max_body=settings.max_body, observe_status=service.metrics.observe_status
     )
+    if settings.cors_origins:  # outermost, or a web page could not read why it was refused
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
     _add_handlers(app)
     _add_api(app, service)
     _add_others(app, service)
@@ -367,6 +383,8 @@ def _add_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         told = ApiError(error.status_code, str(error.detail), code=None)
+        if error.status_code == 400:  # FastAPI's for anything that its parser did not expect
+            told = ApiError(400, "the body is not JSON in UTF-8, or it is nested too deeply", code="invalid_json")
         return Json(told.body(), told.status, dict(error.headers or {}))
 
     app.add_exception_handler(ApiError, on_error)
@@ -377,8 +395,8 @@ def _add_handlers(app: FastAPI) -> None:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong, in a sentence."""
-    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"][1:])
+    first = min(error.errors(), key=_vagueness)
+    where = ".".join(str(part) for part in first["loc"][1:] if not UNION_BRANCH.search(str(part)))
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"{where} is not a parameter of this server; leave it out", param=where, code="unknown_parameter"
@@ -388,6 +406,13 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     given = "" if first["type"] == "missing" else f" (it is {first.get('input')!r:.80})"
     name = where or "the body"
     return ApiError(400, f"{name}: {first['msg']}{given}", param=where or None, code="invalid_value")
+
+
+def _vagueness(found: Any) -> int:
+    """Of a union's complaints, those of the branch that was meant say more than a wrong type."""
+    if found["type"] == "extra_forbidden":
+        return 0
+    return 2 if found["type"].endswith("_type") or found["type"] == "literal_error" else 1
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
@@ -435,7 +460,8 @@ async def _answer(
         if first is None:
             return Response(status_code=499)
         events = _events(service, body, prepared, format, first, chunks, log)
-        return EventStream(events)
+        # one that reads nothing for longer than it may take to write everything is let go
+        return EventStream(events, seconds=service.settings.request_timeout + READING_SECONDS)
     collecting = asyncio.ensure_future(_collected(chunks))
     done, _ = await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
     leaving.cancel()
@@ -512,7 +538,7 @@ async def _events(
         if body.has_usage or said.include_metrics:
             yield event(last)
         yield event(b"[DONE]")
-    except (ApiError, FlashSpecError) as error:
+    except Exception as error:  # the status is out already
         yield event(as_api_error(error).body())
     finally:
         _note(log, prepared.jobs)

@@ -24,6 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SECONDS = 30.0  # a client that takes longer to send its request is slow on purpose
+DISCARDED = 16  # times the limit of a body that is read and thrown away
 GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 logger = logging.getLogger("flashspec.server")
 
@@ -87,19 +88,23 @@ class Gate:
             413, f"the body is larger than {self.max_body} bytes; shorten it, or raise --max-body",
             code="request_too_large", headers={"Connection": "close"},
         )  # fmt: skip
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_body:
-            raise too_large
-        parts, size = [], 0
+        if b"expect" in headers and int(headers.get(b"content-length", b"0")) > self.max_body:
+            raise too_large  # the client waits to be told, so nothing of it has been sent
+        parts: list[bytes] = []
+        size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _GoneError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                    part = message.get("body", b"")
+                    size += len(part)
+                    # a client that is still sending would not see the answer: read on, but keep nothing
+                    parts.append(part)
                     if size > self.max_body:
+                        parts.clear()
+                    if size > DISCARDED * self.max_body or (size > self.max_body and not message.get("more_body")):
                         raise too_large
                     if not message.get("more_body"):
                         return b"".join(parts)

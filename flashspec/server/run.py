@@ -38,6 +38,7 @@ def bound(host: str, port: int) -> socket.socket:
         sock = socket.socket(family=family)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen(BACKLOG)  # now, or another server could still take the port; who comes early waits
     except (OSError, OverflowError) as error:
         raise OptionError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port") from error
     return sock
@@ -115,9 +116,15 @@ class TextLines(logging.Formatter):
     """The same for eyes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
+        fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
         text = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:7} {record.getMessage()} {fields}".rstrip()
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _shown(value: object) -> str:
+    """A client's words must not look like lines of ours."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else repr(text)
 
 
 def set_up_log(kind: Literal["text", "json"], *, verbose: bool) -> None:

@@ -47,13 +47,18 @@ def grammar(request: ChatRequest, tools: Seq[Tool]) -> Grammar:
     schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or _ANYTHING},
+            "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{number}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
-    body = json.dumps({"anyOf": schemas, "x-guidance": {"whitespace_pattern": r"[ \n]{0,4}"}})
+    parameters = {
+        str(number): _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
+    whitespace = {"whitespace_pattern": r"[ \n]{0,4}"}
+    body = json.dumps({"anyOf": schemas, "$defs": parameters, "x-guidance": whitespace})
     if request.tool_choice in (None, "auto"):
         many = "?" if request.parallel_tool_calls is False else "*"
         start = f"start: called{many} tail\ncalled: head body {json.dumps(END)}\n"
@@ -66,7 +71,21 @@ def grammar(request: ChatRequest, tools: Seq[Tool]) -> Grammar:
     return Grammar("lark", f"%llguidance {{}}\n{start}body: %json {body}\n")
 
 
-_ANYTHING = {"type": "object"}
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to its own root still hold where it has become a part of another."""
+    if isinstance(schema, list):
+        return [_moved(part, to) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, to) for key, part in schema.items() if key not in ("$schema", "$id")}
+    if isinstance(ref := moved.get("$ref"), str) and ref.startswith("#"):
+        moved["$ref"] = to + ref[1:]
+    return moved
+
+
+def written(name: str, arguments: str) -> str:
+    """A call as the model writes it."""
+    return f'{BEGIN}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{END}'
 
 
 def explained(tools: Seq[Tool]) -> str:
@@ -91,7 +110,10 @@ class Calls:
         shown, calls = "", []
         while (at := self._held.find(MARK)) >= 0 and (end := self._held.find(END, at)) >= 0:
             shown += self._held[:at]
-            calls.append(self._call(self._held[at + len(MARK) : end]))
+            if (call := self._call(self._held[at + len(MARK) : end])) is not None:
+                calls.append(call)
+            else:
+                shown += self._held[at : end + len(END)]
             self._held = self._held[end + len(END) :].removeprefix("\n")
         if at < 0 and not is_last:
             at = next((i for i in range(len(self._held)) if MARK.startswith(self._held[i:])), len(self._held))
@@ -102,13 +124,18 @@ class Calls:
             shown, self._held = shown + self._held, ""
         return shown, calls
 
-    def _call(self, text: str) -> dict[str, Any]:
-        said = json.loads(text)
+    def _call(self, text: str) -> dict[str, Any] | None:
+        """None for text that only looks like a call."""
+        try:
+            said = json.loads(text)
+            name, arguments = said["name"], said["arguments"]
+        except (ValueError, KeyError, TypeError):
+            return None
         call = {
             "index": len(self.found),
             "id": f"call_{uuid.uuid4().hex[:24]}",
             "type": "function",
-            "function": {"name": said["name"], "arguments": json.dumps(said["arguments"], ensure_ascii=False)},
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
         }
         self.found.append(call)
         return call

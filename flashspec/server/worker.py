@@ -94,14 +94,19 @@ class Worker:
     def num_waiting(self) -> int:
         return max(len(self._jobs) - len(self.engine.scheduler.running), 0)
 
+    @property
+    def num_places(self) -> int:
+        """Jobs that may run or wait at once."""
+        return self.engine.scheduler.max_batch + self.max_waiting
+
     def check_room(self, count: int = 1) -> None:
         """Raise BusyError or DrainingError where ``count`` jobs more cannot be taken."""
         if self.is_draining:
             raise DrainingError("the server is shutting down; ask another one, or later")
-        places = self.engine.scheduler.max_batch + self.max_waiting
-        if len(self._jobs) + count > places:
+        if len(self._jobs) + count > self.num_places:
             raise BusyError(
-                f"{len(self._jobs)} requests are running or waiting, and there are {places} places; try again later",
+                f"{len(self._jobs)} requests are running or waiting, and there are {self.num_places} places; try again "
+                "later",
                 retry_after=self._retry_after(),
             )
 
@@ -203,16 +208,15 @@ class Worker:
     def _step(self) -> list[Chunk]:
         try:
             chunks = self.engine.step()
-            self.metrics.observe_step(self.engine)
-            return chunks
         except Exception as error:  # whose fault it is cannot be told: the newest goes first
             logger.exception("a step failed")
-            scheduler = self.engine.scheduler
-            if not (scheduler.running or scheduler.waiting):
-                return []
-            name = (scheduler.running or scheduler.waiting)[-1].id
-            self.engine.abort(name)
-            return [_failed(name, EngineError(f"internal error: {type(error).__name__}"))]
+            chunks, scheduler = list(self.engine.last_chunks), self.engine.scheduler
+            if scheduler.running or scheduler.waiting:
+                name = (scheduler.running or scheduler.waiting)[-1].id
+                self.engine.abort(name)
+                chunks.append(_failed(name, EngineError(f"internal error: {type(error).__name__}")))
+        self.metrics.observe_step(self.engine)
+        return chunks
 
 
 def _failed(name: str, error: FlashSpecError) -> Chunk:

@@ -1,0 +1,250 @@
+"""Measure a running server: clients at once with speculation on and off, a second turn, a rough crowd, its overhead.
+
+    python scripts/serve_bench.py clients --url http://127.0.0.1:8000 --prompts ../shared/data/*.jsonl
+
+Every number is of streamed requests over HTTP; the client is a bare socket reader, so that it takes little of the
+machine that it measures. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass
+class Reply:
+    """One streamed answer."""
+
+    status: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.status == 200 and self.error is None and self.finish_reason is not None
+
+
+async def ask(
+    url: str,
+    body: dict[str, Any],
+    *,
+    leave_after: int | None = None,
+    pause: float = 0.0,
+    path: str = "chat/completions",
+) -> Reply:
+    """Send a request and read its stream.
+
+    Args:
+        leave_after: chunks after which the client goes away.
+        pause: seconds between two reads, for a slow reader.
+    """
+    where = urlsplit(url)
+    reply = Reply(started=time.perf_counter())
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 20)
+    try:
+        data = json.dumps({"stream": True, **body}).encode()
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        await writer.drain()
+        reply.status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                if reply.status != 200 and line.startswith(b"{"):
+                    reply.error = json.loads(line)["error"]
+                continue
+            if line.strip() == b"data: [DONE]":
+                break
+            take(reply, json.loads(line[6:]))
+            if leave_after is not None and len(reply.times) >= leave_after:
+                break
+            if pause:
+                await asyncio.sleep(pause)
+    finally:
+        writer.close()
+    return reply
+
+
+def take(reply: Reply, piece: dict[str, Any]) -> None:
+    if "error" in piece:
+        reply.error = piece["error"]
+        return
+    reply.usage = piece.get("usage") or reply.usage
+    reply.tokens += piece.get("speculation", {}).get("tokens", [])
+    for choice in piece["choices"]:
+        reply.text += choice.get("delta", choice).get("content", "") or choice.get("text", "") or ""
+        reply.finish_reason = choice["finish_reason"] or reply.finish_reason
+    if piece["choices"] and (reply.tokens or piece["choices"][0].get("delta", {}).get("content")):
+        now = time.perf_counter()
+        reply.first, reply.last = reply.first or now, now
+        reply.times.append(now)
+
+
+async def crowd(url: str, bodies: list[dict[str, Any]], clients: int) -> tuple[float, list[Reply]]:
+    """Seconds and replies of ``clients`` that take the next body as soon as they have an answer."""
+    left, replies = list(reversed(bodies)), []
+
+    async def client() -> None:
+        while left:
+            replies.append(await ask(url, left.pop()))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - started, replies
+
+
+def conversations(files: list[Path], limit: int) -> list[list[dict[str, str]]]:
+    """The first ``limit`` prompts of each file, one file after the other in turns."""
+    found = []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:limit]]
+        found.append([row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows])
+    return [messages for turn in zip(*found, strict=True) for messages in turn]
+
+
+def body(options: argparse.Namespace, messages: Any, *, enabled: bool = True) -> dict[str, Any]:
+    asked = {"model": options.model, "messages": messages, "temperature": options.temperature, "seed": 1}
+    asked |= {"max_tokens": options.max_tokens, "stream_options": {"include_usage": True}}
+    return {**asked, "speculative": {"enabled": enabled, "include_tokens": True}}
+
+
+async def clients(options: argparse.Namespace) -> dict[str, Any]:
+    """Aggregate tokens a second with speculation on and off, interleaved, at each number of clients."""
+    prompts = conversations(options.prompts, options.limit)
+    found: dict[str, Any] = {}
+    for count in options.clients:
+        asked = (prompts * (2 * count // len(prompts) + 1))[: max(2 * count, len(prompts))]
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(2 * options.repeat):
+            enabled = turn % 4 in (0, 3)  # on, off, off, on
+            bodies = [body(options, messages, enabled=enabled) for messages in asked]
+            seconds, replies = await crowd(options.url, bodies, count)
+            assert all(reply.is_whole for reply in replies), [reply.error for reply in replies if not reply.is_whole]
+            rates[enabled].append(sum(len(reply.tokens) for reply in replies) / seconds)
+        on, off = (statistics.median(rates[enabled]) for enabled in (True, False))
+        pairs = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
+        found[str(count)] = {"on": on, "off": off, "ratio": on / off, "pairs": pairs}
+        print(f"{count:3} clients: {on:7.1f} tokens/s with speculation, {off:7.1f} without: {on / off:.2f} x "
+              f"({', '.join(f'{pair:.2f}' for pair in pairs)})", flush=True)  # fmt: skip
+    return found
+
+
+async def turn(options: argparse.Namespace) -> dict[str, Any]:
+    """Time to first token of a conversation's second turn against the same one cold."""
+    words = [
+        "the",
+        "river",
+        "valley",
+        "was",
+        "quiet",
+        "and",
+        "its",
+        "people",
+        "kept",
+        "long",
+        "records",
+        "of",
+        "every",
+        "harvest",
+        "flood",
+        "and",
+        "winter",
+    ]
+    ratios, shown = [], []
+    for number in range(options.repeat):
+        rng = random.Random(number + int(time.time()))
+        history = " ".join(rng.choice(words) for _ in range(options.history))
+        first = [{"role": "user", "content": f"{number}{rng.random()} {history}"}]
+        cold = await ask(options.url, body(options, first))
+        second = [*first, {"role": "assistant", "content": cold.text}, {"role": "user", "content": "And then?"}]
+        warm = await ask(options.url, body(options, second))
+        again = cold.first - cold.started, warm.first - warm.started
+        cached = warm.usage["prompt_tokens_details"]["cached_tokens"]
+        ratios.append(again[1] / again[0])
+        shown.append((cold.usage["prompt_tokens"], cached, *again))
+        print(f"{shown[-1][0]} tokens cold {again[0] * 1000:.0f} ms; second turn of {warm.usage['prompt_tokens']} "
+              f"({cached} cached) {again[1] * 1000:.0f} ms: {ratios[-1]:.3f}", flush=True)  # fmt: skip
+    return {"ratio": statistics.median(ratios), "turns": shown}
+
+
+async def load(options: argparse.Namespace) -> dict[str, Any]:
+    """Good requests among cancelled, bad and slow ones; good ones are asked twice and must agree."""
+    prompts = conversations(options.prompts, options.limit)
+    rng = random.Random(0)
+    gate = asyncio.Semaphore(options.clients[0])
+    expected: dict[int, Reply] = {}
+    for at, messages in enumerate(prompts):
+        expected[at] = await ask(options.url, body(options, messages, enabled=False))
+    counts = {"good": 0, "wrong": 0, "failed": 0, "cancelled": 0, "bad": 0, "slow": 0}
+    gaps: list[float] = []
+
+    async def one(number: int) -> None:
+        at = rng.randrange(len(prompts))
+        kind = rng.choices(("good", "cancelled", "bad", "slow"), (70, 12, 10, 8))[0]
+        asked = body(options, prompts[at])
+        async with gate:
+            await asyncio.sleep(rng.random() * 0.05)
+            if kind == "bad":
+                asked |= rng.choice([{"temperature": -1}, {"nonsense": 1}, {"model": "nobody"}, {"messages": []}])
+                reply = await ask(options.url, asked)
+                counts["bad" if reply.status in (400, 404) else "failed"] += 1
+                return
+            leave = rng.randrange(1, 8) if kind == "cancelled" else None
+            reply = await ask(options.url, asked, leave_after=leave, pause=0.2 if kind == "slow" else 0.0)
+        if kind == "cancelled":
+            counts[kind] += 1
+        elif not reply.is_whole:
+            counts["failed"] += 1
+            print("failed:", reply.status, reply.error)
+        else:
+            counts[kind if reply.tokens == expected[at].tokens else "wrong"] += 1
+            if kind == "good":
+                gaps.extend(b - a for a, b in zip(reply.times, reply.times[1:], strict=False))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(options.requests)))
+    gaps.sort()
+    p50, p99 = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)]
+    seconds = time.perf_counter() - started
+    print(f"{options.requests} requests of {options.clients[0]} clients in {seconds:.0f} s: {counts}; between chunks "
+          f"p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, most {gaps[-1] * 1000:.0f} ms")  # fmt: skip
+    return {**counts, "seconds": seconds, "p50": p50, "p99": p99, "most": gaps[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("clients", "turn", "load"))
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[])
+    parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--requests", type=int, default=500, help="of load")
+    parser.add_argument("--history", type=int, default=1000, help="words of turn's first message")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeat", type=int, default=2)
+    options = parser.parse_args()
+    result = asyncio.run({"clients": clients, "turn": turn, "load": load}[options.what](options))
+    print(json.dumps({options.what: result}))
+
+
+if __name__ == "__main__":
+    main()
