@@ -1,4 +1,4 @@
-"""Measure a running server: clients at once with speculation on and off, a second turn, a rough crowd, its overhead.
+"""Measure a server: clients at once with speculation on and off, a second turn, a rough crowd, its overhead.
 
     python scripts/serve_bench.py clients --url http://127.0.0.1:8000 --prompts ../shared/data/*.jsonl
 
@@ -11,8 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,25 +153,8 @@ async def clients(options: argparse.Namespace) -> dict[str, Any]:
 
 async def turn(options: argparse.Namespace) -> dict[str, Any]:
     """Time to first token of a conversation's second turn against the same one cold."""
-    words = [
-        "the",
-        "river",
-        "valley",
-        "was",
-        "quiet",
-        "and",
-        "its",
-        "people",
-        "kept",
-        "long",
-        "records",
-        "of",
-        "every",
-        "harvest",
-        "flood",
-        "and",
-        "winter",
-    ]
+    text = "the river valley was quiet and its people kept long records of every harvest flood and winter"
+    words = text.split(" ")
     ratios, shown = [], []
     for number in range(options.repeat):
         rng = random.Random(number + int(time.time()))
@@ -228,9 +216,57 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
     return {**counts, "seconds": seconds, "p50": p50, "p99": p99, "most": gaps[-1]}
 
 
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """One client of a server against the bare engine, in turns, in one process; the client is a process of its own."""
+    import flashspec
+    from flashspec.server.app import Service, Settings
+    from flashspec.server.run import bound, serve
+
+    engine = flashspec.load(drafter=options.drafter, max_batch=16)
+    sock = bound("127.0.0.1", 0)
+    options.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    service = Service(engine, Settings(model_name=options.model))
+    done: dict[str, Any] = {}
+
+    def measure() -> None:
+        prompts = conversations(options.prompts, options.limit)
+        params = flashspec.SamplingParams(max_tokens=options.max_tokens)
+        rows = []
+        for at, messages in enumerate(prompts * options.repeat):
+            line = json.dumps(body(options, messages))
+            seconds: dict[str, float] = {}
+            for which in ("bare", "served")[:: 1 if at % 2 else -1]:
+                started = time.perf_counter()
+                if which == "bare":
+                    result = engine.generate(messages, params)
+                    seconds[which], count = time.perf_counter() - started, len(result.tokens)
+                else:
+                    command = [sys.executable, __file__, "one", "--url", options.url]
+                    told = subprocess.run(command, input=line, capture_output=True, text=True, check=True).stdout
+                    seconds[which], served = json.loads(told)
+            assert count == served, "other texts"
+            rows.append((count, seconds["bare"], seconds["served"]))
+        done["ratio"] = statistics.median(served / bare for _, bare, served in rows)
+        done["total"] = sum(row[2] for row in rows) / sum(row[1] for row in rows)
+        done["rows"] = rows
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=measure, daemon=True).start()
+    serve(service, sock)
+    print(f"served / bare: median {done['ratio']:.3f}, all {done['total']:.3f} of {len(done['rows'])} requests")
+    return done
+
+
+def one(options: argparse.Namespace) -> None:
+    """Ask what stdin says, and tell how long it took from the connection on."""
+    asked = json.loads(sys.stdin.read())
+    reply = asyncio.run(ask(options.url, asked))
+    print(json.dumps([reply.last - reply.started, len(reply.tokens)]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("clients", "turn", "load"))
+    parser.add_argument("what", choices=("clients", "turn", "load", "overhead", "one"))
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[])
@@ -241,7 +277,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--drafter", default="none", help="of overhead, which loads the model itself")
     options = parser.parse_args()
+    if options.what == "one":
+        one(options)
+        return
+    if options.what == "overhead":
+        print(json.dumps({"overhead": overhead(options)}))
+        return
     result = asyncio.run({"clients": clients, "turn": turn, "load": load}[options.what](options))
     print(json.dumps({options.what: result}))
 
