@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -92,6 +94,8 @@ def serve(
     set_up_log(_checked_format(log_format), verbose=verbose)
     if api_key is not None and not api_key:
         raise OptionError("the API key is empty; give one, or unset FLASHSPEC_API_KEY")
+    # until it serves there is nothing to finish; as process 1 of a container it would be deaf without a handler
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sock = bound(host, port)
     logger = logging.getLogger("flashspec.server")
     if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
