@@ -54,6 +54,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.max_length = max_length
         self.max_cells: int | None = None  # rows times capacity from which on no spare room is taken
+        self.expected_rows = 0  # that will be open together: room for them is taken at once, and no more
         self.rounding = rounding
         self.capacity = 0
         self.lengths: list[int] = []  # one per row in use; rows are always 0 .. len - 1
@@ -180,7 +181,9 @@ class SlotCache(Cache):  # type: ignore[misc]
             return
         generous = max(-(-width // BUCKET) * BUCKET, self.capacity * 3 // 2)
         capacity = self.capacity if width <= self.capacity else max(width, min(generous, self.max_length))
-        spare_rows = max(rows, 2 * self._allocated_rows) if rows > self._allocated_rows else self._allocated_rows
+        spare_rows = self._allocated_rows
+        if rows > spare_rows:
+            spare_rows = self.expected_rows if self.expected_rows >= rows else max(rows, 2 * spare_rows)
         if self.max_cells is not None and spare_rows * capacity > self.max_cells:
             spare_rows, capacity = max(rows, self._allocated_rows), max(width, self.capacity)
         try:

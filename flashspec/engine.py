@@ -37,6 +37,7 @@ from flashspec.core import (
     Verdict,
 )
 from flashspec.errors import FlashSpecError, MemoryLimitError, OptionError, PromptError
+from flashspec.grammar import GrammarCompiler
 from flashspec.prefixes import FEWEST_TOKENS, PrefixStore, available, keep, resume, shared
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler, check_draft_length
@@ -191,7 +192,7 @@ class LocalEngine:
         self.last_chunks: list[Chunk] = []  # of the last step, also where it ended in an exception
         self._read_seconds = read_seconds
         self._token_seconds = 0.0  # to read a token of a prompt; 0 before any was read
-        self._grammars: Any = None
+        self._grammars: GrammarCompiler | None = None
         self._inner: dict[str, Any] = {}  # what the drafter wants to see of the target
         if drafter is not None:
             drafter.rule = self.controller
@@ -258,17 +259,18 @@ class LocalEngine:
         logits are not finite, say) ends alone, with ``abort``; its reader gets the error. Where memory runs out that
         is the newest request.
         """
+        self.last_chunks = []
         seqs, back = self.scheduler.schedule()
         for seq in back:
             self._step_back(seq)
         try:
             return self._step(seqs) if seqs else []
         except MemoryLimitError as error:
-            return [self._fail(seqs[-1], error)]
+            return [*self.last_chunks, self._fail(seqs[-1], error)]
 
     def _step(self, running: list[Sequence]) -> list[Chunk]:
         started = time.perf_counter()
-        chunks = self.last_chunks = []
+        chunks = self.last_chunks
         seqs, num_read = self._ready(running)
         if not seqs:
             return []
@@ -316,12 +318,9 @@ class LocalEngine:
         if sampling.grammar is None:
             return None
         if self._grammars is None:
-            from flashspec.grammar import GrammarCompiler
-
             size, eos = self.target.vocab_size, self.target.eos_tokens
             self._grammars = GrammarCompiler(self.tokenizer, vocab_size=size, eos_tokens=eos)
-        made: Constraint = self._grammars.compile(sampling.grammar)
-        return made
+        return self._grammars.compile(sampling.grammar)
 
     @property
     def max_length(self) -> int:
@@ -408,6 +407,8 @@ class LocalEngine:
         left = piece = PIECE if is_alone else self._piece()
         if self.drafter is not None:
             self.drafter.piece = None if len(running) == 1 else piece
+        if hasattr(self.target, "expected_rows"):
+            self.target.expected_rows = len(running)
         ready = []
         for seq in running:
             if not self._requests[seq.id].is_begun:
@@ -561,13 +562,13 @@ class LocalEngine:
             with torch.inference_mode():
                 verdict = verify(distribution(score.logits, seq, draft), draft, seq)
             chunk = self._commit(seq, draft, verdict, score)
+            self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])
         except Exception as error:  # not finite logits, or a bug of the tokenizer's: it cannot be trusted any more
             self._requests[seq.id].error = error
             verdict, chunk = Verdict([], seq.tokens[-1], False), Chunk(seq.id, [], [], [], "abort", error=error)
         except BaseException:  # an interrupt
             self.abort(seq.id)
             raise
-        self.target.keep(seq, verdict.accepted[: len(chunk.tokens)])
         self._count(seq, draft, verdict, chunk)
         self._deliver(chunk)
         chunks.append(chunk)

@@ -27,3 +27,11 @@ class PromptError(FlashSpecError, ValueError):
 
 class MemoryLimitError(FlashSpecError):
     """Not enough memory for the weights or for another sequence's keys and values."""
+
+
+class EngineStartError(FlashSpecError):
+    """An engine in another process that did not start, with what its log says."""
+
+
+class EngineLostError(FlashSpecError):
+    """An engine in another process that went away, or said nothing for too long."""

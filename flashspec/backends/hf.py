@@ -148,6 +148,15 @@ class HFTarget:
         self._bases[seq] = length
 
     @property
+    def expected_rows(self) -> int:
+        """Sequences that are known to run together, however they come."""
+        return self._cache.expected_rows
+
+    @expected_rows.setter
+    def expected_rows(self, rows: int) -> None:
+        self._cache.expected_rows = rows
+
+    @property
     def max_cells(self) -> int | None:
         """Rows times positions from which on the cache takes no spare room; None for no such limit."""
         return self._cache.max_cells

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -154,11 +155,12 @@ class Service:
             )
             for number, prompt in enumerate(prompts) for choice in range(body.n or 1)
         ]  # fmt: skip
+        calls = partial(Calls, frozenset(tool.function.name for tool in tools or ()))
         now = time.perf_counter()
         for job in jobs:
             self.engine.check(job.sampling, drafter=job.drafter)
             job.timings.arrival = now
-        return _Prepared(jobs, [Choice(i, job, calls=Calls() if tools else None) for i, job in enumerate(jobs)])
+        return _Prepared(jobs, [Choice(i, job, calls=calls() if tools else None) for i, job in enumerate(jobs)])
 
     def _constraint(self, sampling: SamplingParams) -> Constraint | None:
         """Each choice's own: it remembers where it is."""

@@ -88,8 +88,11 @@ class Gate:
             413, f"the body is larger than {self.max_body} bytes; shorten it, or raise --max-body",
             code="request_too_large", headers={"Connection": "close"},
         )  # fmt: skip
-        if b"expect" in headers and int(headers.get(b"content-length", b"0")) > self.max_body:
-            raise too_large  # the client waits to be told, so nothing of it has been sent
+        declared = headers.get(b"content-length", b"0")
+        length = int(declared) if declared.isdigit() else 0
+        # one that waits to be told has sent nothing; what is much too long is not worth waiting for
+        if length > self.max_body and (b"expect" in headers or length > DISCARDED * self.max_body):
+            raise too_large
         parts: list[bytes] = []
         size = 0
         try:

@@ -101,20 +101,25 @@ def explained(tools: Seq[Tool]) -> str:
 class Calls:
     """Takes calls out of a text that comes in pieces."""
 
+    names: frozenset[str]  # of the tools that may be called
     found: list[dict[str, Any]] = field(default_factory=list)
     _held: str = ""
+    _is_behind_call: bool = False  # whose line end is no text
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The text that is no part of a call, as far as that is certain, and the calls that are complete."""
         self._held += text
         shown, calls = "", []
+        self._skip_line_end()
         while (at := self._held.find(MARK)) >= 0 and (end := self._held.find(END, at)) >= 0:
             shown += self._held[:at]
             if (call := self._call(self._held[at + len(MARK) : end])) is not None:
                 calls.append(call)
             else:
                 shown += self._held[at : end + len(END)]
-            self._held = self._held[end + len(END) :].removeprefix("\n")
+            self._held = self._held[end + len(END) :]
+            self._is_behind_call = call is not None
+            self._skip_line_end()
         if at < 0 and not is_last:
             at = next((i for i in range(len(self._held)) if MARK.startswith(self._held[i:])), len(self._held))
         if is_last and at < 0:
@@ -124,12 +129,19 @@ class Calls:
             shown, self._held = shown + self._held, ""
         return shown, calls
 
+    def _skip_line_end(self) -> None:
+        if self._is_behind_call and self._held:
+            self._held = self._held.removeprefix("\n")
+            self._is_behind_call = False
+
     def _call(self, text: str) -> dict[str, Any] | None:
         """None for text that only looks like a call."""
         try:
             said = json.loads(text)
             name, arguments = said["name"], said["arguments"]
         except (ValueError, KeyError, TypeError):
+            return None
+        if name not in self.names or not isinstance(arguments, dict):
             return None
         call = {
             "index": len(self.found),
