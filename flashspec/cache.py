@@ -183,7 +183,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         capacity = self.capacity if width <= self.capacity else max(width, min(generous, self.max_length))
         spare_rows = self._allocated_rows
         if rows > spare_rows:
-            spare_rows = self.expected_rows if self.expected_rows >= rows else max(rows, 2 * spare_rows)
+            spare_rows = self.expected_rows if self.expected_rows > rows else max(rows, 2 * spare_rows)
         if self.max_cells is not None and spare_rows * capacity > self.max_cells:
             spare_rows, capacity = max(rows, self._allocated_rows), max(width, self.capacity)
         try:

@@ -448,7 +448,6 @@ class Drafter(Protocol):
     feature_layers: Seq[int] = ()  # of the target, of which ``observe`` wants ``Score.features``
     rule: StoppingRule | None = None  # set by an engine that chooses the draft length; asking it is optional
     prefixes: Any = None  # a PrefixStore, set by an engine that keeps what finished sequences have read
-    piece: int | None = None  # set by an engine: tokens it may read for a sequence in one step, so as to stall no other
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         """A draft of at most ``budgets[i]`` nodes for each sequence; an empty draft is ordinary decoding."""
@@ -457,6 +456,14 @@ class Drafter(Protocol):
     def backlog(self, seq: Sequence) -> int:
         """Tokens that it would have to read before it can guess for ``seq``; 0 where that costs nothing."""
         return 0
+
+    def expect(self, num_rows: int, piece: int | None) -> None:
+        """Hear before a step how many sequences run, and how many tokens of one may be read so as to stall no other.
+
+        Args:
+            piece: None for any number.
+        """
+        return
 
     def resumable(self, tokens: Seq[int]) -> int:
         """How many of a new sequence's first tokens the target may skip, so that the drafter still sees what it needs.

@@ -406,7 +406,7 @@ class LocalEngine:
         is_alone = all(count > FEW for count in unseen.values())
         left = piece = PIECE if is_alone else self._piece()
         if self.drafter is not None:
-            self.drafter.piece = None if len(running) == 1 else piece
+            self.drafter.expect(len(running), None if len(running) == 1 else piece)
         if hasattr(self.target, "expected_rows"):
             self.target.expected_rows = len(running)
         ready = []

@@ -64,14 +64,6 @@ class HybridDrafter(Drafter):
         self.quick.prefixes = self.slow.prefixes = store
 
     @property
-    def piece(self) -> int | None:
-        return self.slow.piece
-
-    @piece.setter
-    def piece(self, piece: int | None) -> None:
-        self.quick.piece = self.slow.piece = piece
-
-    @property
     def forward_seconds(self) -> float:
         """Of the slow drafter's network, so far."""
         return float(getattr(self.slow, "forward_seconds", 0.0))
@@ -91,6 +83,10 @@ class HybridDrafter(Drafter):
 
     def backlog(self, seq: Sequence) -> int:
         return self.slow.backlog(seq)
+
+    def expect(self, num_rows: int, piece: int | None) -> None:
+        self.quick.expect(num_rows, piece)
+        self.slow.expect(num_rows, piece)
 
     def resumable(self, tokens: Seq[int]) -> int:
         return min(self.quick.resumable(tokens), self.slow.resumable(tokens))

@@ -56,6 +56,12 @@ class ModelDrafter(Drafter):
         self.width: int | None = checked_width(width)
         self.siblings = siblings
         self._shadows: dict[str, Shadow] = {}
+        self._piece: int | None = None
+
+    def expect(self, num_rows: int, piece: int | None) -> None:
+        self._piece = piece
+        if hasattr(self.target, "expected_rows"):
+            self.target.expected_rows = num_rows
 
     @property
     def forward_seconds(self) -> float:
@@ -74,9 +80,9 @@ class ModelDrafter(Drafter):
 
     def _reads(self, seq: Sequence) -> bool:
         """Read a piece of a text that is too long to be read at once; False where there is no need to."""
-        if self.piece is None or len(seq) - self.target.cached_length(seq) <= self.piece:
+        if self._piece is None or len(seq) - self.target.cached_length(seq) <= self._piece:
             return False
-        self.target.read(seq, self.piece)
+        self.target.read(seq, self._piece)
         return True
 
     def _drafts(self, seqs: Seq[Sequence], lengths: list[int], shadows: dict[int, Shadow]) -> list[Draft]:
