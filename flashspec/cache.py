@@ -185,7 +185,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         if rows > spare_rows:
             spare_rows = self.expected_rows if self.expected_rows > rows else max(rows, 2 * spare_rows)
         if self.max_cells is not None and spare_rows * capacity > self.max_cells:
-            spare_rows, capacity = max(rows, self._allocated_rows), max(width, self.capacity)
+            spare_rows = rows  # those that are in use
+            capacity = max(width, *self.lengths, min(generous, self.max_cells // rows, self.max_length))
         try:
             self._grow(spare_rows, capacity)
         except MemoryLimitError:  # what is needed may fit where what is convenient does not
@@ -201,8 +202,8 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _grown(self, store: Tensor, rows: int, capacity: int) -> Tensor:
         grown = self._allocate(store, rows, capacity)
-        kept = self._allocated_rows
-        grown[:kept, :, : self.capacity] = store[:kept, :, : self.capacity]
+        kept, width = min(rows, self._allocated_rows), min(capacity, self.capacity)
+        grown[:kept, :, :width] = store[:kept, :, :width]
         return grown
 
     def _allocate(self, like: Tensor, rows: int, capacity: int) -> Tensor:

@@ -95,6 +95,7 @@ class _Work:
     budgets: list[int]  # draft tokens for each
     reasons: list[str]  # for a budget of 0
     backlogs: list[int]  # what the drafter had to read for each first
+    num_read: int  # tokens of prompts that its score reads
     has_prompt: bool  # its times are not those of a decode step
 
 
@@ -107,6 +108,7 @@ class _Request:
     chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``stream`` is the reader
     is_streamed: bool = False
     is_begun: bool = False  # its text is being read, or was
+    predicted: Seq[int] | None = None
     error: Exception | None = None
 
 
@@ -248,7 +250,7 @@ class LocalEngine:
         if predicted is not None and self.drafter is not None:
             self.drafter.predict(name, predicted)
         timings = Timings(arrival=time.perf_counter())
-        self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings)
+        self._requests[name] = _Request(seq, TextStream(self.tokenizer, sampling.stop), timings, predicted=predicted)
         self.scheduler.add(seq)
         return name
 
@@ -271,11 +273,11 @@ class LocalEngine:
     def _step(self, running: list[Sequence]) -> list[Chunk]:
         started = time.perf_counter()
         chunks = self.last_chunks
-        seqs, num_read = self._ready(running)
+        seqs, num_read, has_prompt = self._ready(running)
         if not seqs:
             return []
         begun = time.perf_counter()
-        work = self._plan(seqs, num_read)
+        work = self._plan(seqs, num_read, has_prompt)
         drafts = self._propose(seqs, work.budgets)
         drafted = time.perf_counter()
         scores = self.target.score(seqs, drafts, **self._inner)
@@ -400,8 +402,13 @@ class LocalEngine:
 
     # parts of a step
 
-    def _ready(self, running: list[Sequence]) -> tuple[list[Sequence], int]:
-        """Read prompts, a piece in each step; the sequences whose next token can be had, and the tokens read."""
+    def _ready(self, running: list[Sequence]) -> tuple[list[Sequence], int, bool]:
+        """Read prompts, a piece in each step.
+
+        Returns:
+            the sequences whose next token can be had, tokens of prompts that are left to this step's score, and whether
+            any prompt is read in this step.
+        """
         unseen = {seq: len(seq) - self.target.cached_length(seq) for seq in running}
         is_alone = all(count > FEW for count in unseen.values())
         left = piece = PIECE if is_alone else self._piece()
@@ -409,7 +416,7 @@ class LocalEngine:
             self.drafter.expect(len(running), None if len(running) == 1 else piece)
         if hasattr(self.target, "expected_rows"):
             self.target.expected_rows = len(running)
-        ready = []
+        ready, num_scored = [], 0
         for seq in running:
             if not self._requests[seq.id].is_begun:
                 if self._waits(seq, running):
@@ -419,11 +426,12 @@ class LocalEngine:
                 ready.append(seq)
             elif unseen[seq] <= left:
                 left -= unseen[seq]
+                num_scored += unseen[seq]
                 ready.append(seq)
             elif left > 0:
                 self._read(seq, left)
                 left = 0
-        return ready, piece - left
+        return ready, num_scored, left < piece
 
     def _piece(self) -> int:
         """Tokens of prompts that may be read while others wait for their next token."""
@@ -449,13 +457,16 @@ class LocalEngine:
         request.timings.started = request.timings.started or time.perf_counter()
         count = 0
         if self.prefixes.max_bytes:
-            limit = None if self.drafter is None else self.drafter.resumable(seq.tokens[:-1])
-            count = resume(self.prefixes, self.target, seq, running, limit=limit)
+            count = resume(self.prefixes, self.target, seq, running, limit=self._resumable(seq))
         if is_new:
             request.timings.num_cached_tokens = count
             self.prefix_counts.num_prompt_tokens += seq.num_prompt_tokens
             self.prefix_counts.num_cached_tokens += count
         return count
+
+    def _resumable(self, seq: Sequence) -> int:
+        tokens = seq.tokens[:-1]
+        return len(tokens) if self.drafter is None else self.drafter.resumable(tokens)
 
     def _waits(self, seq: Sequence, running: list[Sequence]) -> bool:
         """Whether an older sequence is reading what this one begins with, too."""
@@ -463,11 +474,11 @@ class LocalEngine:
             return False
         held: int | None = None
         for other in running[: running.index(seq)]:
-            if len(other) - self.target.cached_length(other) <= FEW:
+            if other.num_output_tokens and len(other) - self.target.cached_length(other) <= FEW:
                 continue
             common = shared(other.tokens, seq.tokens[:-1])
             if common >= FEWEST_TOKENS and held is None:
-                held = available(self.prefixes, self.target, seq, running)
+                held = min(available(self.prefixes, self.target, seq, running), self._resumable(seq))
             if held is not None and common >= held + FEWEST_TOKENS:
                 return True
         return False
@@ -478,27 +489,32 @@ class LocalEngine:
         self.target.forget(seq)
         if self.drafter is not None:
             self.drafter.forget(seq)
+            if (predicted := self._requests[seq.id].predicted) is not None:
+                self.drafter.predict(seq.id, predicted)
 
     def _fail(self, seq: Sequence, error: FlashSpecError) -> Chunk:
         logger.warning("request %s ends: %s", seq.id, error)
-        self._requests[seq.id].error = error
         self.prefixes.clear()
-        self.abort(seq.id)
-        return Chunk(seq.id, [], [], [], "abort", error=error)
+        chunk = Chunk(seq.id, [], [], [], "abort", error=error)
+        if (request := self._requests.get(seq.id)) is not None:
+            request.error = error
+            self._deliver(chunk)
+            self.abort(seq.id)
+        return chunk
 
-    def _plan(self, seqs: list[Sequence], num_read: int) -> _Work:
+    def _plan(self, seqs: list[Sequence], num_read: int, has_prompt: bool) -> _Work:
         """The draft lengths of this step, and what is remembered of it for the controller."""
         limits = [self.scheduler.budget(seq) for seq in seqs]
-        has_prompt = num_read > 0 or any(seq.num_output_tokens == 0 for seq in seqs)
+        has_prompt = has_prompt or any(seq.num_output_tokens == 0 for seq in seqs)
         if self.controller is None or self.drafter is None:
             reasons = [self._reason(seq, LAST_TOKEN) for seq in seqs]
             if self.drafter is None:
                 reasons = ["there is no drafter"] * len(seqs)
-            return _Work(seqs, limits, reasons, [0] * len(seqs), has_prompt)
+            return _Work(seqs, limits, reasons, [0] * len(seqs), num_read, has_prompt)
         backlogs = [self.drafter.backlog(seq) if limit else 0 for seq, limit in zip(seqs, limits, strict=True)]
         budgets = self.controller.budgets(seqs, limits, backlogs)
         reasons = [self._reason(seq, self.controller.reason(seq)) for seq in seqs]
-        return _Work(seqs, budgets, reasons, backlogs, has_prompt)
+        return _Work(seqs, budgets, reasons, backlogs, num_read, has_prompt)
 
     def _reason(self, seq: Sequence, other: str) -> str:
         if seq.num_output_tokens == 0:
@@ -522,10 +538,8 @@ class LocalEngine:
                 nodes = verdict.accepted
                 self.controller.observe(seq, budget, draft, len(nodes), accepted=nodes, sureness=sureness)
         started, drafted, scored, now = times
-        if work.has_prompt and not any(seq.num_output_tokens > 1 for seq in work.seqs):
-            count = sum(seq.num_prompt_tokens - self._requests[seq.id].timings.num_cached_tokens for seq in work.seqs)
-            if count <= PIECE:  # all of it was read in this step
-                self._observe_reading((scored - drafted) / max(count, 1))
+        if work.num_read and not any(seq.num_output_tokens > 1 for seq in work.seqs):
+            self._observe_reading((scored - drafted) / work.num_read)
         if self.controller is None or work.has_prompt:
             return
         seconds = Times(drafting=drafted - started, forward=scored - drafted, settling=now - scored)

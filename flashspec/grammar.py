@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"\n? {0,20}"  # between two tokens of JSON: small models run away with endless white space
 # some grammars above these limits take llguidance minutes and gigabytes, or overflow its stack
-MAX_CHARACTERS, MAX_LINES, MAX_MULTIPLE, INITIAL_FUEL = 60_000, 500, 10_000, 20_000
+MAX_CHARACTERS, MAX_LINES, MAX_MULTIPLE, INITIAL_FUEL = 60_000, 500, 10_000, 30_000
 STACK, DETAIL = 256 << 20, 300  # bytes, used only where needed; characters
 
 

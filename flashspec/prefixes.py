@@ -47,11 +47,11 @@ class PrefixStore:
     def put(self, owner: object, tokens: Seq[int], state: Any, num_bytes: int) -> None:
         """Keep a state that stands for ``tokens``. It takes the place of those that it continues."""
         mine = list(tokens)
+        if len(mine) < FEWEST_TOKENS or num_bytes > self.max_bytes:
+            return
         for held in [held for held in self._held if held.owner is owner]:
             if shared(held.tokens, mine) == len(held.tokens):
                 self._drop(held)
-        if len(mine) < FEWEST_TOKENS or num_bytes > self.max_bytes:
-            return
         while self.num_bytes + num_bytes > self.max_bytes:
             self._drop(self._held[0])
         self._held.append(_Prefix(owner, mine, state, num_bytes))

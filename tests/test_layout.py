@@ -25,7 +25,7 @@ LAYERS = [
     ["choice"],
     ["scheduler"],
     ["engine"],
-    ["metrics", "planner", "weights"],
+    ["metrics", "planner", "weights", "vllm"],
     ["pretrained"],
     ["trained", "train"],
     ["loader"],

@@ -100,7 +100,7 @@ class HFTarget:
         self._cache.keep(self._row(seq), self._bases[seq], accepted)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        if seq in self._bases:
+        if seq in self._seqs:
             row = self._row(seq)
             self._cache.lengths[row] = min(self._cache.lengths[row], length)
 

@@ -296,15 +296,16 @@ class LlamaTarget:
     def _resize(self, *, cells: int, ids: int) -> None:
         """A context of so many cells and sequence ids, with what the old one held."""
         rows = list(self._rows.values()) if self._context is not None else []
-        states = {row.id: self._state(row.id) for row in rows}
+        states = [(row, self._state(row.id)) for row in rows]
+        context = self._new_context(cells, ids)  # before the old one goes: without memory that one stays
         self._close()
-        self._num_cells, self._num_ids = cells, ids
-        self._context = self._new_context()
-        self._batch = _Batch(self._lib, self._num_ids)
+        self._context, self._num_cells, self._num_ids = context, cells, ids
+        self._batch = _Batch(self._lib, ids)
         self._close = weakref.finalize(self, _free, self._lib, self._context, self._batch.handle)
-        for id, state in states.items():
-            if state is not None and not self._lib.llama_state_seq_set_data(self._context, state, len(state), id):
-                raise MemoryLimitError(f"no room to move a sequence's keys and values to {cells} cells")
+        for row, state in states:
+            if state is not None and not self._lib.llama_state_seq_set_data(context, state, len(state), row.id):
+                logger.warning("a sequence's keys and values could not be moved; they are computed again")
+                row.length = 0
 
     def _state(self, id: int) -> Any:
         """A sequence's keys and values as bytes; None for an empty one."""
@@ -316,18 +317,18 @@ class LlamaTarget:
             raise ModelError(f"llama.cpp did not give the {size} bytes of a sequence's state of {self.name}")
         return state
 
-    def _new_context(self) -> Any:
+    def _new_context(self, cells: int, ids: int) -> Any:
         lib, params = self._lib, self._lib.llama_context_default_params()
-        params.n_ctx = self._num_cells
-        params.n_batch = params.n_ubatch = max(CHUNK, self._num_ids)
-        params.n_seq_max, params.kv_unified = self._num_ids, True  # one memory for all: branches share its cells
+        params.n_ctx = cells
+        params.n_batch = params.n_ubatch = max(CHUNK, ids)
+        params.n_seq_max, params.kv_unified = ids, True  # one memory for all: branches share its cells
         params.n_threads = params.n_threads_batch = self.threads
         params.swa_full = True  # a pruned sliding window could not be rolled back
         params.no_perf = True
         context = lib.llama_init_from_model(self._model, params)
         if not context:
             raise MemoryLimitError(
-                f"llama.cpp has no memory for a context of {self._num_cells} tokens of {self.name}; run fewer "
+                f"llama.cpp has no memory for a context of {cells} tokens of {self.name}; run fewer "
                 "sequences at once, shorten the context, or use a smaller model"
             )
         return context

@@ -118,8 +118,7 @@ class EagleDrafter(Drafter):
         if row is not None and row.known and not row.is_lost and self.prefixes is not None:
             tokens = seq.tokens[: row.num_known]
             if not self.prefixes.holds(self, tokens):
-                features = torch.cat(row.known)
-                self.prefixes.put(self, tokens, [features], features.nbytes)
+                self.prefixes.put(self, tokens, row.known, sum(part.nbytes for part in row.known))
         if row is None or row not in self._rows:
             return
         at = self._rows.index(row)
