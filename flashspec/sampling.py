@@ -150,7 +150,7 @@ def filtered(logits: Tensor, params: SamplingParams) -> Distribution:
         probs = torch.softmax(scaled, -1)
     keep = probs >= params.min_p * probs.max(-1, keepdim=True).values
     if params.top_p < 1:  # rows are sorted here; the token that crosses top_p stays
-        keep &= probs.cumsum(-1) - probs < params.top_p
+        keep &= probs.cumsum(-1) - probs < max(params.top_p, 1e-30)  # a smaller number is 0 in float32
     probs = torch.where(keep, probs, 0.0)
     if ids is not None:
         width = int(keep.sum(-1).max())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from server_process import Server
 from transformers import LlamaConfig
 
 import flashspec
@@ -23,7 +24,7 @@ from flashspec.weights import default_model
 
 ROOT = Path(flashspec.__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]
-SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md", "docs/heads.md"]
+SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md", "docs/heads.md", "docs/serving.md"]
 REPLACED = {"--model", "--draft"}  # models that tests do not have: the default one stands in
 
 
@@ -62,6 +63,13 @@ def test_python_blocks_run(readme: str, smollm2_path: Path, capsys: pytest.Captu
     assert len(capsys.readouterr().out) > 20
 
 
+def test_the_block_for_openais_client_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("docs/serving.md", "python")
+    with Server(tmp_path, model=None, speculate=3) as server:
+        exec(compile(block.replace(":8000/", f":{server.port}/"), "docs/serving.md", "exec"), {})
+    assert "num_drafts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(
     command: str, smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -84,6 +92,11 @@ def test_commands_run(
         if word.endswith(".jsonl"):
             lines = [json.dumps({"prompt": f"{i} 2 3 {i} 2 3"}) for i in range(24 if words[1] == "train" else 1)]
             Path(word).write_text("\n".join(lines), encoding="utf-8")
+    if words[1] == "serve":
+        at = words.index("--port")
+        with Server(tmp_path, *words[2:at], *words[at + 2 :], model=None, speculate=3) as server:
+            assert server.get("/ready").json == {"status": "ok"}
+        return
     monkeypatch.setattr(sys, "argv", words)
     typed = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 from typing import Annotated, Literal
@@ -37,6 +38,7 @@ from flashspec.controller import AUTO
 from flashspec.errors import OptionError
 
 GIB = 2**30
+KEY = "FLASHSPEC_API_KEY"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
@@ -50,7 +52,7 @@ def serve(
     host: Annotated[str, typer.Option(help="0.0.0.0: any address of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="FLASHSPEC_API_KEY", help="Asked of clients.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY, help="Asked of clients.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, max=256, help="Requests that run at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests beyond these that wait; more get a 429.")] = 256,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output.")] = None,
@@ -92,7 +94,7 @@ def serve(
             "pip install 'flashspec-decoding[serve]'"
         ) from error
     set_up_log(_checked_format(log_format), verbose=verbose)
-    if api_key is not None and not api_key:
+    if (os.environ.get(KEY) if api_key is None else api_key) == "":
         raise OptionError("the API key is empty; give one, or unset FLASHSPEC_API_KEY")
     # until it serves there is nothing to finish; as process 1 of a container it would be deaf without a handler
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -116,7 +116,8 @@ class Calls:
             if (call := self._call(self._held[at + len(MARK) : end])) is not None:
                 calls.append(call)
             else:
-                shown += self._held[at : end + len(END)]
+                end = at + len(MARK) - len(END)  # what is behind the mark may be a call yet
+                shown += MARK
             self._held = self._held[end + len(END) :]
             self._is_behind_call = call is not None
             self._skip_line_end()
@@ -139,9 +140,9 @@ class Calls:
         try:
             said = json.loads(text)
             name, arguments = said["name"], said["arguments"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        if name not in self.names or not isinstance(arguments, dict):
+            if name not in self.names or not isinstance(arguments, dict):
+                return None
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         call = {
             "index": len(self.found),
