@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -141,7 +142,7 @@ def _prepared(
     if pack and is_float32:
         say(f"packing {name}'s linear layers")
         # a draft model scores a token at a time, which oneDNN's layout does not help
-        limits = {"at_least": sys.maxsize} if is_draft else {}
+        limits: dict[str, Any] = {"at_least": sys.maxsize} if is_draft else {"pays": packing_pays}
         layers |= hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
         logger.info("%s: linear layers in %s", name, layers)
     hf.use_grouped_attention(network)
@@ -357,6 +358,26 @@ def _check_memory(name: str, folder: Path, dtype: torch.dtype | str, device: tor
         with safe_open(file, "pt") as tensors:
             numbers += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
     _check_free(name, numbers * dtype.itemsize, f"in {dtype}")
+
+
+def packing_pays(out: int, into: int) -> bool:
+    """Whether to lay a weight of this shape out for oneDNN: tried on this machine once, and kept beside its costs."""
+    from flashspec.backends import hf
+
+    digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()
+    file = cache_folder() / "costs" / f"layouts-{digest[:16]}.json"
+    known: dict[str, bool] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
+    name = f"{out}x{into}"
+    if not isinstance(known.get(name), bool):
+        known[name] = hf.packing_pays(out, into)
+        with contextlib.suppress(OSError):  # it only saves a moment
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(known), encoding="utf-8")
+            part.replace(file)
+    return known[name]
 
 
 def free_memory(device: torch.device) -> int:

@@ -350,6 +350,17 @@ def test_other_dtypes_are_not_packed() -> None:
     assert not [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
+@pytest.mark.parametrize("is_worth_it", [True, False])
+def test_smaller_layers_are_packed_where_that_pays(is_worth_it: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "ASK_BYTES", 0)
+    model, asked = build("llama"), []
+    shapes = {tuple(module.weight.shape) for module in model.modules() if type(module) is nn.Linear}
+    hf.pack_linears(model, pays=lambda *shape: asked.append(shape) or is_worth_it)
+    assert set(asked) == shapes
+    assert any(isinstance(module, PackedLinear) for module in model.modules()) == is_worth_it
+    assert type(hf.packing_pays(64, 48, repeats=1)) is bool
+
+
 @pytest.fixture
 def _no_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())

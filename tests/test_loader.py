@@ -15,7 +15,7 @@ from conftest import sequence
 from safetensors.torch import load_file, save_file
 from test_hf import assert_close, build, plain, some_tokens
 
-from flashspec import loader, weights
+from flashspec import loader, pretrained, weights
 from flashspec.core import EMPTY
 from flashspec.errors import ModelError, OptionError, UnsupportedModelError, VocabularyError
 
@@ -207,3 +207,15 @@ def test_a_garbage_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content
 def test_wrong_device_and_dtype_names(good: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         loader.load_model(good, **options)
+
+
+def test_layouts_are_tried_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHSPEC_CACHE", str(tmp_path))
+    answers = iter([True, False])
+    monkeypatch.setattr("flashspec.backends.hf.packing_pays", lambda out, into: next(answers))
+    assert [pretrained.packing_pays(8, 4), pretrained.packing_pays(8, 4), pretrained.packing_pays(4, 8)] == [1, 1, 0]
+    assert pretrained.packing_pays(4, 8) is False
+    (file,) = (tmp_path / "costs").glob("layouts-*.json")
+    file.write_text("junk", encoding="utf-8")
+    answers = iter([False])
+    assert pretrained.packing_pays(8, 4) is False

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import statistics
 import time
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,9 @@ logger = logging.getLogger("flashspec")
 GROUPED_ATTENTION = "grouped_sdpa"  # a name with "flash" in it makes Transformers look for a FlashAttention build
 PREFILL_CHUNK = 512  # tokens of a prompt in one forward
 LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
-PACK_BYTES = 4 << 20  # smaller layers are sooner done plain for one row, and no later for eight (docs/log.md)
+PACK_BYTES = 4 << 20  # from here on oneDNN's layout is faster on every machine that was tried (docs/log.md)
+ASK_BYTES = 256 << 10  # from here on it depends on the machine
+TRIED_BYTES = 64 << 20  # of weights, so that they come from memory and not from a cache
 PACK_ROWS = 16  # the number of rows oneDNN lays the weight out for; any other number still runs
 GROUPED_ROWS = 64  # up to so many queries, grouped-query attention packs a group's heads into query rows
 
@@ -362,12 +365,19 @@ class PackedLinear(nn.Module):
         return y
 
 
-def pack_linears(model: nn.Module, *, kernel: Kernel | None = None, at_least: int = PACK_BYTES) -> dict[str, int]:
+def pack_linears(
+    model: nn.Module,
+    *,
+    kernel: Kernel | None = None,
+    at_least: int = PACK_BYTES,
+    pays: Callable[[int, int], bool] | None = None,
+) -> dict[str, int]:
     """Replace the model's float32 linear layers on a CPU by ones that cost less for a few rows.
 
     Args:
         kernel: for weights that bfloat16 holds exactly; None if there is none.
         at_least: bytes of weight from which any other layer is packed for oneDNN.
+        pays: whether packing a smaller one of [out, in] is worth it on this machine (``packing_pays``).
 
     Returns:
         how many layers of each kind there are now.
@@ -382,10 +392,33 @@ def pack_linears(model: nn.Module, *, kernel: Kernel | None = None, at_least: in
             if kernel is not None and (half := halved(weight)) is not None:
                 setattr(parent, name, HalfLinear(half, bias, kernel))
                 counts["bfloat16"] += 1
-            elif weight.nbytes >= at_least and _can_pack():
+            elif (weight.nbytes >= at_least or _is_paying(weight, pays)) and _can_pack():
                 setattr(parent, name, PackedLinear(weight, bias))
                 counts["oneDNN"] += 1
     return counts
+
+
+def _is_paying(weight: Tensor, pays: Callable[[int, int], bool] | None) -> bool:
+    return pays is not None and weight.nbytes >= ASK_BYTES and _can_pack() and pays(*weight.shape)
+
+
+@torch.inference_mode()
+def packing_pays(out: int, into: int, *, repeats: int = 5) -> bool:
+    """Whether a weight [out, into] in oneDNN's layout is read faster here, over one row and over four."""
+    plain = [torch.ones(out, into) for _ in range(max(TRIED_BYTES // (4 * out * into), 2))]
+    packed = [PackedLinear(weight, None) for weight in plain]
+    seconds: dict[tuple[bool, int], list[float]] = {
+        (is_packed, rows): [] for is_packed in (False, True) for rows in (1, 4)
+    }
+    for _ in range(repeats + 1):
+        for (is_packed, rows), seen in seconds.items():
+            x = torch.ones(rows, into)
+            started = time.perf_counter()
+            for weight, layer in zip(plain, packed, strict=True):
+                layer(x) if is_packed else nn.functional.linear(x, weight)
+            seen.append(time.perf_counter() - started)
+    medians = {key: statistics.median(seen[1:]) for key, seen in seconds.items()}
+    return medians[True, 1] + medians[True, 4] < medians[False, 1] + medians[False, 4]
 
 
 @cache  # so that it is said once
