@@ -41,7 +41,7 @@ from flashspec.grammar import GrammarCompiler
 from flashspec.prefixes import FEWEST_TOKENS, PrefixStore, available, keep, resume, shared
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler, check_draft_length
-from flashspec.text import Encoded, TextStream, Tokenizer, encode
+from flashspec.text import Encoded, TextStream, Tokenizer, encode, has_chat_template
 from flashspec.tree import best_chain, height, prefix
 from flashspec.verify import verify
 
@@ -328,6 +328,11 @@ class LocalEngine:
     def max_length(self) -> int:
         """Positions of a sequence, prompt and output."""
         return self.scheduler.max_length
+
+    @property
+    def speaks_chat(self) -> bool:
+        """Whether prompts may be conversations."""
+        return has_chat_template(self.tokenizer)
 
     @property
     def drafters(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from flashspec.cli import plan_facts
 from flashspec.planner.speed import expected_speedup
+from flashspec.vllm.command import Options
 
 Run = Callable[..., Ran]
 
@@ -179,6 +181,80 @@ def test_a_quantized_config_and_one_without_a_dtype(run: Run, models: Path, tmp_
     assert "does not say which dtype its weights have" in assumed
 
 
+ON_GPUS = ("--model", "target", "--draft", "draft", "--gpus", "2xH100", "--context", "256")
+
+
+def test_for_gpus_that_are_not_here(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    ran = run(*ON_GPUS, "--concurrency", "32", "--acceptance", "0.9")
+    assert ran.out.startswith("By formula, nothing measured. ")
+    assert "on each GPU; 72.00 GiB are free." in ran.out.splitlines()[0]
+    assert "By draft length, by formula, batch 32" in ran.out
+    assert "Memory of each GPU, by formula" in ran.out
+    assert "By formula at least 1024 sequences of 256 tokens fit at once." in ran.out
+    assert "assumed: Nothing was measured. A forward takes max(weights / bandwidth," in ran.out
+    assert "assumed: H100-SXM by its data sheet: 80 GiB, 3.35 TB/s, 989 TFLOP/s" in ran.out
+    assert "To serve it: flashspec serve --backend vllm --model target" in ran.out
+    first = [line.split("│")[1].strip() for line in ran.out.splitlines() if line.startswith("│")]
+    assert first[:9] == [str(k) for k in range(9)]
+
+
+def test_for_gpus_as_json(run: Run) -> None:
+    words = (*ON_GPUS, "--cost-ratio", "0.05", "--acceptance", "0.9", "--json")
+    answer = run(*words, "--concurrency", "32").answer
+    assert answer == run(*words, "--batch", "32").answer == run(*words, "--batch", "32", "--concurrency", "32").answer
+    gpus = answer["gpus"]
+    assert (gpus["source"], gpus["count"], gpus["concurrency"], gpus["context"]) == ("formula", 2, 32, 256)
+    assert gpus["gpu"] == {"name": "H100-SXM", "memory": 80, "bandwidth": 3.35, "tflops": 989}
+    assert not answer["is_measured"]
+    ranges = [tuple(part) for part in gpus["schedule"]]
+    assert (ranges[0][0], ranges[-1][1]) == (1, 32)
+    assert ranges[0][2] == answer["plan"]["num_speculative_tokens"] > 0  # so small a model is never busy computing
+    assert Options(model="target", schedule=tuple(ranges)).schedule == tuple(ranges)
+    assert shlex.split(gpus["serve"]) == [
+        "flashspec", "serve", "--backend", "vllm", "--model", "target", "--draft", "draft", "--schedule",
+        json.dumps(gpus["schedule"]), "--tensor-parallel", "2", "--max-batch", "32",
+    ]  # fmt: skip
+    memory = answer["plan"]["memory"]
+    parameters = sum(tensor.numel() for tensor in LlamaForCausalLM.from_pretrained("target").parameters())
+    assert memory["weights"] == parameters  # two bytes each, on two GPUs
+    assert memory["kv_cache"] == 32 * 256 * (2 * 2 * 2 * 8) * 2 // 2
+    assert run("--model", "bare", "--no-measure", "--json").answer["gpus"] is None
+
+
+def test_for_gpus_where_nothing_pays_or_nothing_is_known(run: Run) -> None:
+    words = (*ON_GPUS[:2], "--gpus", "L4", "--json")
+    assert (
+        "--drafter none --tensor-parallel 1 --max-batch 256"
+        in (run(*words, "--acceptance", "0", "--batch", "1000").answer["gpus"]["serve"])
+    )
+    unknown = run(*words).answer
+    assert unknown["verdict"].startswith("By formula, nothing measured. It depends: k = 1 ")
+    assert (unknown["gpus"]["schedule"], unknown["gpus"]["crossover"]) == (None, None)
+    assert "--drafter ngram --tensor-parallel 1" in unknown["gpus"]["serve"]
+    assert unknown["table"][1]["break_even_acceptance"] is not None
+    given = run(*words, "--num-speculative-tokens", "10", "--dtype", "float16").answer
+    assert "--num-speculative-tokens 10 --dtype float16" in given["gpus"]["serve"]
+    assert [row["num_speculative_tokens"] for row in given["table"]] == [*range(9), 10]
+
+
+def test_for_gpus_that_are_too_few(run: Run) -> None:
+    words = (*ON_GPUS[:2], "--gpus", "L4", "--batch", "64", "--memory", "0.05")
+    ran = run(*words)
+    assert ran.out.startswith("By formula, nothing measured. No: it needs ")
+    assert "sequences of 512 tokens fit" in ran.out.splitlines()[0]
+
+
+def test_what_the_formula_overcounts_is_said(run: Run, models: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models / "bare", tmp_path / "odd"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 8, "kv_lora_rank": 0}))
+    assumed = " ".join(run("--model", str(folder), "--gpus", "L4", "--json").answer["assumed"])
+    assert "is a mixture of experts and is counted as if each token needed all of them" in assumed
+    assert "latent attention" not in assumed
+    assert "mixture" not in " ".join(run("--model", str(folder), "--no-measure", "--json").answer["assumed"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -197,6 +273,17 @@ def test_a_quantized_config_and_one_without_a_dtype(run: Run, models: Path, tmp_
         (["--cost-ratio", "0", "--draft", "draft"], "--draft draft is given without --model"),
         (["--cost-ratio", "0", "--measure"], "there is nothing to measure without a model; give --model"),
         (["--cost-ratio", "0", "--prompts", "mine.jsonl"], "there is nothing to measure without a model"),
+        (["--cost-ratio", "0", "--batch", "2", "--concurrency", "3"], "batch is 2 and concurrency is 3, two names for"),
+        (["--cost-ratio", "0", "--concurrency", "0"], "batch is 0; it must be at least 1"),
+        (["--cost-ratio", "0", "--gpus", "L4"], "--gpus L4 needs --model"),
+        (["--model", "bare", "--gpus", "2xK80"], "gpus is '2xK80'; give a number and a name, such as 2xH100-SXM"),
+        (["--model", "bare", "--gpus", "3xL4"], "bare has 4 attention heads (2 of keys and values), which 3 GPUs"),
+        (["--model", "bare", "--gpus", "L4", "--measure"], "--gpus plans by formula and measures nothing"),
+        (["--model", "bare", "--gpus", "L4", "--prompts", "mine.jsonl"], "--gpus plans by formula"),
+        (["--model", "bare", "--gpus", "L4", "--device", "cuda"], "--device cuda is of this machine"),
+        (["--model", "bare", "--gpus", "L4", "--dtype", "float32"], "is known for bfloat16 and float16; give one"),
+        (["--model", "bare", "--gpus", "L4", "--batch", "1025"], "batch is 1025; with --gpus it is at most 1024"),
+        (["--model", "bare", "--gpus", "L4", "--context", "513"], "context is 513, and bare has 512 positions"),
         (["--model", "nowhere"], "there is no model 'nowhere' here"),
         (["--model", "broken"], "cannot load 'broken': "),
         (["--model", "bare", "--measure"], "cannot measure: bare has no weights; leave --measure out"),

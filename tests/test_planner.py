@@ -405,7 +405,8 @@ def test_other_devices_and_dtypes(folders: Callable[[str, str], Path]) -> None:
 
 SIZE = ModelSize(
     weights=1000, loading=2000, scratch=0, itemsize=4, numbers=500, cache_numbers=2, repeated_numbers=0,
-    token_numbers=1, mask_bytes=0, masking_bytes=0, has_all_logits=False, max_length=4096, vocab_size=10,
+    token_numbers=1, mask_bytes=0, masking_bytes=0, has_all_logits=False, heads=4, kv_heads=2,
+    max_length=4096, vocab_size=10,
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from flashspec.engine import LocalEngine, Result
 from flashspec.loader import DRAFTERS, choose_drafter, fits, shaped
 from flashspec.pretrained import Loaded
 from flashspec.trained import Heads
+from flashspec.vllm.engine import VllmEngine
 
 PLAIN = "none"
 HF_PLAIN = "hf_generate"
@@ -136,6 +137,18 @@ def _engine_run(engine: LocalEngine) -> Callable[[list[list[int]], SamplingParam
         total = time.perf_counter() - started
         inside = sum(model.forward_seconds for model in models) - inside
         return _engine_result(results, total, total - inside)
+
+    return run
+
+
+def remote_run(engine: VllmEngine) -> Callable[[list[list[int]], SamplingParams], Run]:
+    """The same through a server, whose memory and inner times are not known here."""
+
+    def run(prompts: list[list[int]], sampling: SamplingParams) -> Run:
+        started = time.perf_counter()
+        results = engine.generate(prompts, dataclasses.replace(sampling, verification="auto"))
+        total = time.perf_counter() - started
+        return dataclasses.replace(_engine_result(results, total, 0.0), split=None, peak_memory=None)
 
     return run
 

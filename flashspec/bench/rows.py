@@ -143,7 +143,7 @@ def _predicted(task: Task, method: Method, condition: Condition, mine: dict[Key,
     Median over the prompts, as for the measured one. None where rows share a forward: its width is the longest
     draft's.
     """
-    if condition.batch > 1 or method.drafter not in PREDICTABLE:
+    if condition.batch > 1 or method.drafter not in PREDICTABLE or None not in curves:
         return None
     cost, drafting = curves[None], curves[method.draft] if method.draft else None
     return _middle([

@@ -27,6 +27,7 @@ from flashspec.bench.methods import (
     hf_methods,
     llamacpp_methods,
     pairs_of,
+    remote_run,
 )
 from flashspec.bench.prompts import Task, read_prompts, tasks_of
 from flashspec.bench.rows import Condition, difference_line, rows_of, table
@@ -73,6 +74,9 @@ class BenchOptions:
     dtype: str | None = None
     pack: bool = True
     trust_remote_code: bool = False
+    url: list[str] = field(default_factory=list)  # of running servers, measured beside
+    api_key: str | None = field(default=None, repr=False)
+    ready_seconds: float = 900.0  # until a vLLM of our own has to answer
     report: Path | None = None
 
     @property
@@ -137,7 +141,7 @@ def measured(options: BenchOptions, screen: Console) -> dict[str, Any]:
         "complete": complete,
         "provenance": journal.provenance,
         "costs": {
-            "target": {"widths": curves[None].widths, "rows": curves[None].rows},
+            "target": {"widths": curves[None].widths, "rows": curves[None].rows} if None in curves else None,
             "draft": next(({"widths": c.widths, "rows": c.rows} for name, c in curves.items() if name), None),
             "drafts": {name: curve(1) for name, curve in curves.items() if name},  # seconds a token
         },
@@ -163,6 +167,8 @@ def check_options(options: BenchOptions) -> None:
 
 def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method], Curves]:
     """The served model, every method with its engine, and what forwards cost."""
+    if options.backend == "vllm":
+        return _vllm_methods(options, say)
     read = partial(
         load_model, device=options.device, trust_remote_code=options.trust_remote_code, progress=say,
         pack=options.pack, threads=options.threads, gpu_layers=options.gpu_layers,
@@ -189,7 +195,40 @@ def load_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loa
             assert curve is not None
             curves[drafts[path].name] = curve
     ours = engine_methods(pairs, lengths, loaded, drafts, curves, max_batch=largest, widths=options.draft_width)
-    return loaded, ours + theirs, curves
+    return loaded, ours + theirs + _servers(options, say), curves
+
+
+def _servers(options: BenchOptions, say: Callable[[str], None]) -> list[Method]:
+    """Running servers as methods: they get the same token ids."""
+    from flashspec.vllm.engine import VllmEngine
+
+    methods = []
+    for number, url in enumerate(options.url, start=1):
+        say(f"asking {url}")
+        engine = VllmEngine(url, api_key=options.api_key)
+        methods.append(Method("server" if len(options.url) == 1 else f"server {number}", None, remote_run(engine)))
+    return methods
+
+
+def _vllm_methods(options: BenchOptions, say: Callable[[str], None]) -> tuple[Loaded, list[Method], Curves]:
+    """A vLLM of its own for each drafter and draft length, all of them up at once; the model is loaded here, too, for
+    its tokenizer and to say where greedy texts part."""
+    from flashspec.vllm.launch import engine_of, options_of
+
+    loaded = load_model(
+        options.model, dtype=options.dtype, trust_remote_code=options.trust_remote_code, progress=say, pack=options.pack
+    )
+    methods = []
+    for name, draft in pairs_of(options.drafters, options.drafts):
+        for length in options.num_speculative_tokens if name != PLAIN else [0]:
+            say(f"vLLM with {name}")
+            asked = options_of(
+                options.model, draft=draft, drafter=name, num_speculative_tokens=length or AUTO, dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code, max_batch=max(options.batch),
+            )  # fmt: skip
+            engine = engine_of(asked, say, ready_seconds=options.ready_seconds)
+            methods.append(Method(name, length, remote_run(engine), Path(draft).name if draft else None))
+    return loaded, methods, {}
 
 
 def their_methods(options: BenchOptions, drafts: list[str], say: Callable[[str], None]) -> list[Method]:
@@ -340,7 +379,7 @@ def _provenance(options: BenchOptions) -> dict[str, Any]:
     chosen = {
         key: [str(each) for each in value] if key == "prompts" else value
         for key, value in dataclasses.asdict(options).items()
-        if key != "report"
+        if key not in ("report", "api_key")
     }
     return {
         "command": shlex.join(["flashspec", *sys.argv[1:]]),

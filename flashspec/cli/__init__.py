@@ -10,11 +10,11 @@ import typer
 from rich.markup import escape
 
 import flashspec
-from flashspec.cli import doctor, generate, measure, plan, serve, train
+from flashspec.cli import doctor, generate, measure, plan, remote, serve, train, watch
 from flashspec.cli.options import app, screen
 from flashspec.errors import FlashSpecError
 
-__all__ = ["app", "doctor", "generate", "main", "measure", "plan", "screen", "serve", "train"]
+__all__ = ["app", "doctor", "generate", "main", "measure", "plan", "remote", "screen", "serve", "train", "watch"]
 
 
 def main() -> None:

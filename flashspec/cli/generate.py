@@ -17,6 +17,7 @@ from rich.text import Text
 
 from flashspec.cli.options import (
     DEFAULTS,
+    ApiKey,
     Backend,
     ColorTokens,
     Config,
@@ -49,6 +50,7 @@ from flashspec.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    Url,
     Verbose,
     app,
     draft_length,
@@ -59,10 +61,10 @@ from flashspec.cli.options import (
 from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
-from flashspec.text import as_conversation, has_chat_template
 
 if TYPE_CHECKING:
     from flashspec.engine import AnyController, LocalEngine
+    from flashspec.vllm.engine import VllmEngine
 
 COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 
@@ -103,6 +105,8 @@ def generate(
     pack: Pack = True,
     self_test: SelfTest = False,
     trust_remote_code: TrustRemoteCode = False,
+    url: Url = None,
+    api_key: ApiKey = None,
     stats: Stats = False,
     color_tokens: ColorTokens = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
@@ -124,6 +128,7 @@ def generate(
         draft_width=draft_width,
         threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
         self_test=self_test, trust_remote_code=trust_remote_code,
+        url=url, api_key=api_key,
     )  # fmt: skip
     reply = _Reply(engine, color=color_tokens, quiet=as_json)
     with reply.interruptible():
@@ -165,6 +170,8 @@ def chat(
     dtype: Dtype = None,
     pack: Pack = True,
     trust_remote_code: TrustRemoteCode = False,
+    url: Url = None,
+    api_key: ApiKey = None,
     stats: Stats = False,
     color_tokens: ColorTokens = False,
     verbose: Verbose = False,
@@ -181,8 +188,9 @@ def chat(
         draft_width=draft_width,
         threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
         trust_remote_code=trust_remote_code,
+        url=url, api_key=api_key,
     )  # fmt: skip
-    if not has_chat_template(engine.tokenizer):
+    if not engine.speaks_chat:
         raise OptionError("this model has no chat template, so it cannot chat; use flashspec generate --raw")
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -208,7 +216,7 @@ def chat(
 class _Reply:
     """One streamed answer: shown as it comes, kept when it is interrupted."""
 
-    def __init__(self, engine: LocalEngine, *, color: bool = False, quiet: bool = False) -> None:
+    def __init__(self, engine: LocalEngine | VllmEngine, *, color: bool = False, quiet: bool = False) -> None:
         self.engine, self.color, self.quiet = engine, color, quiet
         self.paper = Console(highlight=False, soft_wrap=True)
         self.chunks: list[Chunk] = []
@@ -276,16 +284,22 @@ def timings_dict(timings: Timings) -> dict[str, float]:
 
 def stats_text(stats: SpecStats, timings: Timings, controller: AnyController | None) -> str:
     """The lines that --stats ends with."""
-    spent = (timings.draft + timings.verify + timings.sample) or 1.0
-    shares = ", ".join(f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
     accepted = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens in {stats.num_drafts} drafts"
-    return (
-        f"[dim]acceptance rate {stats.acceptance_rate:.1%} ({accepted}), "
-        f"mean acceptance length {stats.mean_acceptance_length:.2f}\n"
-        f"{timings.num_output_tokens} tokens in {stats.num_steps} steps, {timings.tokens_per_second:.1f} tokens/s, "
-        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms\ntime: {shares}\n"
-        f"{_lengths_text(stats)}{'' if controller is None else chr(10) + controller.explain()}[/]"
-    )
+    steps = f" in {stats.num_steps} steps" if stats.num_steps else ""  # which another server does not tell
+    lines = [
+        f"acceptance rate {stats.acceptance_rate:.1%} ({accepted}), "
+        f"mean acceptance length {stats.mean_acceptance_length:.2f}",
+        f"{timings.num_output_tokens} tokens{steps}, {timings.tokens_per_second:.1f} tokens/s, "
+        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms",
+    ]
+    if spent := timings.draft + timings.verify + timings.sample:
+        shares = (f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
+        lines.append(f"time: {', '.join(shares)}")
+    if stats.num_steps:
+        lines.append(_lengths_text(stats))
+    if controller is not None:
+        lines.append(controller.explain())
+    return f"[dim]{chr(10).join(lines)}[/]"
 
 
 def _lengths_text(stats: SpecStats) -> str:
@@ -297,8 +311,12 @@ def _lengths_text(stats: SpecStats) -> str:
     return f"draft length: {shown}" + (f"\nno draft: {why}" if why else "")
 
 
-def _load(model: str | None, **options: Any) -> LocalEngine:
+def _load(model: str | None, *, url: str | None, api_key: str | None, **options: Any) -> LocalEngine | VllmEngine:
     with progress() as say:
+        if url is not None or options["backend"] == "vllm":
+            from flashspec.cli.remote import remote_engine
+
+            return remote_engine(model, url=url, api_key=api_key, say=say, options=options)
         from flashspec.loader import load
 
         engine = load(model, progress=say, max_batch=1, **options)
@@ -330,10 +348,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _conversation(engine: LocalEngine, text: str, system: str | None) -> Prompt:
-    if system and not has_chat_template(engine.tokenizer):
-        raise OptionError("--system needs a chat template, and this model has none")
-    return as_conversation(engine.tokenizer, text, system=system)
+def _conversation(engine: LocalEngine | VllmEngine, text: str, system: str | None) -> Prompt:
+    if not engine.speaks_chat:
+        if system:
+            raise OptionError("--system needs a chat template, and this model has none")
+        return text
+    start = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": text}]
 
 
 def _lines() -> Iterator[str]:

@@ -10,6 +10,7 @@ import typer
 
 from flashspec.cli.options import (
     DEFAULTS,
+    ApiKey,
     Backend,
     Config,
     Device,
@@ -73,6 +74,8 @@ def bench(
     device: Device = None,
     dtype: Dtype = None,
     pack: Pack = True,
+    url: Annotated[list[str] | None, typer.Option(help="A running server to measure beside; repeatable.")] = None,
+    api_key: ApiKey = None,
     trust_remote_code: TrustRemoteCode = False,
     verbose: Verbose = False,
 ) -> None:
@@ -91,7 +94,7 @@ def bench(
         draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
         draft_width=_split(draft_width, int, "draft-width") if draft_width is not None else [None], threads=threads,
         gpu_layers=gpu_layers, device=device, dtype=dtype,
-        pack=pack, trust_remote_code=trust_remote_code,
+        pack=pack, url=url or [], api_key=api_key, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     run_bench(options, screen)
 

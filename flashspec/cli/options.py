@@ -46,7 +46,13 @@ DrafterName = Annotated[
         help="auto: hybrid with --draft, else suffix.", show_default=False,
     ),
 ]  # fmt: skip
-Backend = Annotated[str, typer.Option(metavar="auto|torch|llamacpp", help="llamacpp runs a .gguf as it is.")]
+Backend = Annotated[
+    str, typer.Option(metavar="auto|torch|llamacpp|vllm", help="llamacpp runs a .gguf as it is; vllm starts one.")
+]
+Url = Annotated[
+    str | None, typer.Option("--url", help="Attach to a running vLLM or flashspec server instead of loading a model.")
+]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="FLASHSPEC_API_KEY", help="Of that server.")]
 DraftBackend = Annotated[
     str, typer.Option(metavar="auto|torch|llamacpp", help="auto: llama.cpp for a .gguf on a CPU, where installed.")
 ]

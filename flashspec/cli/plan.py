@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,10 +29,11 @@ from flashspec.cli.options import (
     progress,
     set_up_logging,
 )
-from flashspec.cli.plan_facts import CONTEXT, Place, Question, Say, measured
+from flashspec.cli.plan_facts import CONTEXT, NGRAMS_ARE_FREE, Place, Question, Say, measured, on_gpus
 from flashspec.core import SamplingParams
 from flashspec.errors import OptionError
 from flashspec.planner import Plan, batch_reason, gib, make_plan, open_plan, verdict
+from flashspec.planner.gpus import LONGEST as ON_GPUS, MOST, Load, load_reasons, load_verdict
 from flashspec.planner.memory import MemoryPlan, Setup, WayOut, memory_plan, ways_out
 from flashspec.planner.speed import LONGEST, Outlook, by_formula, check_acceptance, check_cost_ratio, check_k
 
@@ -54,6 +56,7 @@ class Answer:
     acceptance: dict[str, Any] | None = None  # as measured
     is_measured: bool = False
     assumed: list[str] = field(default_factory=list)
+    load: Load | None = None  # with --gpus
 
 
 @app.command()
@@ -61,7 +64,11 @@ def plan(
     acceptance: Annotated[float | None, typer.Option(help="Chance that a guess is accepted, 0 to 1.")] = None,
     cost_ratio: Annotated[float | None, typer.Option(help="A draft step in plain decode steps; n-grams: 0.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Default: the best.", show_default=False)] = None,
-    batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 1,
+    batch: Annotated[int | None, typer.Option(help="Sequences that run at once. Default: 1.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Another name for --batch.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Such as 2xH100: plan for these, by formula; none is needed.")
+    ] = None,
     context: Annotated[int | None, typer.Option(help=f"Tokens of prompt and output. Default: {CONTEXT}.")] = None,
     max_tokens: MaxTokens = DEFAULTS.max_tokens,
     model: Annotated[str | None, typer.Option(help="Hub name, folder (config.json is enough) or .gguf file.")] = None,
@@ -82,9 +89,10 @@ def plan(
     """Say whether drafting will help and whether it fits, with reasons, before anything is installed."""
     set_up_logging(verbose)
     question = Question(
-        acceptance=acceptance, cost_ratio=cost_ratio, k=num_speculative_tokens, batch=batch, context=context,
-        max_tokens=max_tokens, model=model, draft=draft, temperature=temperature, device=device, dtype=dtype,
-        pack=pack, memory=memory, measure=measure, prompts=prompts or [], trust_remote_code=trust_remote_code,
+        acceptance=acceptance, cost_ratio=cost_ratio, k=num_speculative_tokens, batch=_rows(batch, concurrency),
+        context=context, max_tokens=max_tokens, model=model, draft=draft, temperature=temperature, device=device,
+        dtype=dtype, pack=pack, memory=memory, measure=measure, prompts=prompts or [],
+        trust_remote_code=trust_remote_code, gpus=gpus,
     )  # fmt: skip
     check(question)
     with progress() as say:
@@ -94,6 +102,12 @@ def plan(
         print(json.dumps(as_dict(question, answer, made), ensure_ascii=False))
     else:
         show(question, answer, made)
+
+
+def _rows(batch: int | None, concurrency: int | None) -> int:
+    if batch is not None and concurrency is not None and batch != concurrency:
+        raise OptionError(f"batch is {batch} and concurrency is {concurrency}, two names for the same number; give one")
+    return next((rows for rows in (batch, concurrency) if rows is not None), 1)
 
 
 def check(question: Question) -> None:
@@ -111,8 +125,24 @@ def check(question: Question) -> None:
     if question.memory is not None and not 0 < question.memory < math.inf:
         raise OptionError(f"memory is {question.memory:g}; it must be a number of GiB above 0, such as 24")
     SamplingParams(temperature=question.temperature, max_tokens=question.max_tokens)
+    if question.gpus is not None:
+        _check_gpus(question)
     if question.model is None:
         _check_formula(question)
+
+
+def _check_gpus(question: Question) -> None:
+    """What does not go with GPUs that are not here."""
+    if question.model is None:
+        raise OptionError(f"--gpus {question.gpus} needs --model, whose config.json says what there is to compute")
+    if question.measure or question.prompts:
+        raise OptionError("--gpus plans by formula and measures nothing; leave out --measure and --prompts, or --gpus")
+    if question.device is not None:
+        raise OptionError(f"--device {question.device} is of this machine and --gpus {question.gpus} is not; give one")
+    if question.dtype == "float32":
+        raise OptionError("dtype is 'float32', and the speed of --gpus is known for bfloat16 and float16; give one")
+    if question.batch > MOST:
+        raise OptionError(f"batch is {question.batch}; with --gpus it is at most {MOST}: plan for each replica's share")
 
 
 def _check_formula(question: Question) -> None:
@@ -144,6 +174,12 @@ def answered(question: Question, say: Say) -> Answer:
         answer.is_open = question.acceptance is None
         answer.assumed.append(SAME_COST)
         return answer
+    if question.gpus is not None:
+        there = on_gpus(question, say)
+        return Answer(
+            there.outlook, is_open=question.acceptance is None, memory=there.memory, assumed=there.assumed,
+            load=there.load,
+        )  # fmt: skip
     place = Place(question)
     setup, assumed = place.setup(say)
     answer = Answer(by_formula(0.0, 0.0), assumed=assumed)
@@ -172,7 +208,7 @@ def _assumed_cost_ratio(question: Question, setup: Setup, assumed: list[str]) ->
     if question.cost_ratio is not None:
         return question.cost_ratio
     if setup.draft is None:
-        assumed.append("The drafter is n-grams, which cost next to nothing; give --draft for a draft model.")
+        assumed.append(NGRAMS_ARE_FREE)
         return 0.0
     ratio = setup.draft.weights / setup.target.weights
     assumed.append(f"A draft step costs {ratio:.3f} plain steps: the ratio of the weights, which each step reads once.")
@@ -185,7 +221,24 @@ def planned(question: Question, answer: Answer) -> Plan:
     made = make(answer.outlook, drafter=question.drafter, k=question.k, rows=question.batch, memory=answer.memory)
     if answer.by_batch:
         made.why.append(batch_reason(answer.by_batch))
+    if answer.load is not None:
+        made.why.extend([*load_reasons(answer.load), f"To serve it: {_serve(question, made, answer.load)}"])
     return made
+
+
+def _serve(question: Question, made: Plan, load: Load) -> str:
+    """The command that serves this plan with vLLM."""
+    assert question.model is not None
+    words = ["flashspec", "serve", "--backend", "vllm", "--model", question.model]
+    if made.drafter == "model":
+        words += ["--draft", question.draft or ""]
+    else:
+        words += ["--drafter", made.drafter]
+    if made.drafter != "none" and not (question.k is None and made.expected_speedup is None):
+        words += ["--num-speculative-tokens", str(made.num_speculative_tokens)]
+    if question.dtype is not None:
+        words += ["--dtype", question.dtype]
+    return shlex.join([*words, "--tensor-parallel", str(load.gpus.count), "--max-batch", str(question.batch)])
 
 
 # output
@@ -196,7 +249,7 @@ def as_dict(question: Question, answer: Answer, made: Plan) -> dict[str, Any]:
     memory = answer.memory
     derived = {"total": memory.total, "needed": memory.needed, "fits": memory.fits} if memory is not None else {}
     return {
-        "verdict": verdict(made, answer.ways_out),
+        "verdict": _verdict(answer, made),
         "plan": {
             **dataclasses.asdict(made),
             "memory": {**dataclasses.asdict(memory), **derived} if memory is not None else None,
@@ -210,12 +263,35 @@ def as_dict(question: Question, answer: Answer, made: Plan) -> dict[str, Any]:
         "is_measured": answer.is_measured,
         "measured_acceptance": answer.acceptance,
         "assumed": answer.assumed,
+        "gpus": _load_dict(question, answer.load, made) if answer.load is not None else None,
     }
 
 
+def _load_dict(question: Question, load: Load, made: Plan) -> dict[str, Any]:
+    """All of it by formula; the memory of each GPU is the plan's."""
+    return {
+        "source": "formula",
+        "gpu": dataclasses.asdict(load.gpus.gpu),
+        "count": load.gpus.count,
+        "concurrency": question.batch,
+        "context": load.context,
+        "plain_step_seconds": load.plain_step,
+        "sequences_that_fit": load.fitting,
+        "gpus_that_fit": load.needed,
+        "crossover": load.crossover,
+        "schedule": load.schedule,
+        "serve": _serve(question, made, load),
+    }
+
+
+def _verdict(answer: Answer, made: Plan) -> str:
+    return load_verdict(made, answer.load) if answer.load is not None else verdict(made, answer.ways_out)
+
+
 def _shown(answer: Answer, made: Plan) -> list[int]:
-    ks = {*SHOWN, made.num_speculative_tokens} - {0}
-    return sorted(k for k in ks if k <= answer.outlook.longest)
+    ks = {*SHOWN} if answer.load is None else {*range(ON_GPUS + 1)}
+    chosen = {made.num_speculative_tokens} - {0}
+    return sorted(k for k in ks | chosen if k <= answer.outlook.longest)
 
 
 def _row(answer: Answer, k: int, rows: int) -> dict[str, Any]:
@@ -235,10 +311,10 @@ def _row(answer: Answer, k: int, rows: int) -> dict[str, Any]:
 def show(question: Question, answer: Answer, made: Plan) -> None:
     """The verdict, then tables, then reasons."""
     paper = Console(highlight=False)
-    paper.print(f"[bold]{escape(verdict(made, answer.ways_out))}[/]", soft_wrap=True)
+    paper.print(f"[bold]{escape(_verdict(answer, made))}[/]", soft_wrap=True)
     paper.print(_speed_table(question, answer, made))
     if answer.memory is not None:
-        paper.print(_memory_table(answer.memory))
+        paper.print(_memory_table(answer.memory, "Memory" if answer.load is None else "Memory of each GPU, by formula"))
     if answer.ways_out:
         paper.print(_ways_table(answer.ways_out))
     for reason in made.why:
@@ -269,8 +345,8 @@ def _speed_table(question: Question, answer: Answer, made: Plan) -> Table:
     return table
 
 
-def _memory_table(memory: MemoryPlan) -> Table:
-    table = Table(title="Memory", title_justify="left")
+def _memory_table(memory: MemoryPlan, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("what")
     table.add_column("size", justify="right")
     rows = {

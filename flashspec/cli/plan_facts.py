@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashspec.core import Prompt, SamplingParams
 from flashspec.errors import OptionError
+from flashspec.planner import gpus as load
 from flashspec.planner.memory import MemoryPlan, ModelSize, Setup, model_size
 from flashspec.planner.speed import LONGEST, Outlook, constant, observed
 from flashspec.text import as_conversation
@@ -26,6 +27,7 @@ DRAFTED = 8  # the longest draft of a measurement, unless a longer one is asked 
 GENERATED = 48  # tokens for each prompt of a measurement
 BATCHES = (1, 2, 4, 8, 16)
 LIMIT = 4  # prompts of each file
+NGRAMS_ARE_FREE = "The drafter is n-grams, which cost next to nothing; give --draft for a draft model."
 SAMPLES = (  # for want of the user's own: an edit that repeats its input, a sum, an open question
     "Rename the variable x to total and repeat the whole function:\n\ndef add(items):\n    x = 0\n"
     "    for item in items:\n        x = x + item\n    return x\n",
@@ -55,6 +57,7 @@ class Question:
     measure: bool | None
     prompts: list[Path]
     trust_remote_code: bool
+    gpus: str | None = None  # that are not here
 
     @property
     def drafter(self) -> str:
@@ -156,6 +159,8 @@ class Place:
                     f"{model} is bfloat16 by its config: on a CPU its linear layers stay so once loaded, at 2 bytes a "
                     "weight, and are computed with in float32."
                 )
+            if self.question.gpus is not None:
+                assumed += _overcounted(model, config)
             if getattr(config, "quantization_config", None):
                 assumed.append(f"{model} is quantized; its weights are counted as if they were {dtype}.")
             size = model_size(
@@ -215,6 +220,71 @@ def _stored_dtype(model: str, config: Any, assumed: list[str]) -> torch.dtype:
 def _has_weights(model: str) -> bool:
     path = Path(model).expanduser()
     return path.is_file() or any(next(path.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin"))
+
+
+# GPUs that are not here
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpus:
+    """What the formula says of them."""
+
+    outlook: Outlook
+    memory: MemoryPlan  # of each GPU
+    load: load.Load
+    assumed: list[str]
+
+
+def on_gpus(question: Question, say: Say) -> OnGpus:
+    """By formula, from configs and data sheets.
+
+    Raises:
+        OptionError: an unknown GPU, or a number of them that a model cannot be divided by.
+    """
+    assert question.gpus is not None
+    assert question.model is not None
+    gpus = load.parse_gpus(question.gpus)
+    there = dataclasses.replace(
+        question, device="cuda", dtype=question.dtype or "bfloat16",
+        memory=question.memory or load.MEMORY_SHARE * gpus.gpu.memory,
+    )  # fmt: skip
+    place = Place(there)
+    setup, assumed = place.setup(say)
+    for size, name in ((setup.target, question.model), (setup.draft, question.draft)):
+        if size is not None and name is not None:
+            load.check_sharing(size, gpus, name)
+    target = load.roofline(setup.target, gpus, context=setup.context)
+    draft = _drafting(question, setup, target, gpus, assumed)
+    longest = max(load.LONGEST, question.k or 0)
+    outlook = constant(question.acceptance or 0.0, target, draft=draft, longest=longest)
+    found = load.load_of(setup, gpus, outlook, available=place.available, is_open=question.acceptance is None)
+    memory = load.gpu_memory(setup, gpus, available=place.available)
+    return OnGpus(outlook, memory, found, [*load.assumptions(gpus), *assumed])
+
+
+def _drafting(
+    question: Question, setup: Setup, target: CostCurve, gpus: load.Gpus, assumed: list[str]
+) -> CostCurve | None:
+    """The cost of a draft step; None: nothing."""
+    if question.cost_ratio is not None:
+        return _scaled(target, question.cost_ratio)
+    if setup.draft is not None:
+        return load.roofline(setup.draft, gpus, context=setup.context)
+    assumed.append(NGRAMS_ARE_FREE)
+    return None
+
+
+def _overcounted(model: str, config: Any) -> list[str]:
+    """What is not known of a model's costs."""
+    text, found = config.get_text_config(decoder=True), list[str]()
+    if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        found.append(
+            f"{model} is a mixture of experts and is counted as if each token needed all of them: plain steps with few "
+            "sequences and large batches are cheaper than these numbers."
+        )
+    if getattr(text, "kv_lora_rank", None):
+        found.append(f"{model} has latent attention; its keys and values are counted expanded, more than vLLM keeps.")
+    return found
 
 
 # measuring

@@ -34,6 +34,7 @@ from flashspec.cli.options import (
     draft_length,
     progress,
 )
+from flashspec.cli.remote import check_vllm_only, parsed_schedule, print_plan, serve_vllm, vllm_options
 from flashspec.controller import AUTO
 from flashspec.errors import OptionError
 
@@ -82,9 +83,31 @@ def serve(
     pack: Pack = True,
     self_test: SelfTest = False,
     trust_remote_code: TrustRemoteCode = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="vLLM: print the command and end.")] = False,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="vLLM: GPUs that share each layer.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1, help="vLLM: groups of layers.")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="vLLM: copies of the model.")] = 1,
+    draft_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="vLLM: of the draft model.")] = None,
+    distributed_executor: Annotated[str | None, typer.Option(metavar="mp|ray", help="vLLM.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="vLLM: machines, joined by Ray.")] = 1,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="vLLM: share of the GPU's memory.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="vLLM: awq, gptq, fp8, ...")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="vLLM: draft length by batch size, as plan prints it: [[1, 4, 5], [5, 64, 0]].")
+    ] = None,
+    vllm_arg: Annotated[list[str] | None, typer.Option(help="vLLM: a word passed on as it is; repeatable.")] = None,
+    ready_timeout: Annotated[float, typer.Option(min=1, help="vLLM: seconds until it has to answer.")] = 900.0,
+    restarts: Annotated[int, typer.Option(min=0, help="vLLM: times it is started again where it dies.")] = 3,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model: OpenAI's API under /v1, a page at /, Prometheus at /metrics. SIGTERM finishes what runs."""
+    vllm = {
+        "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "data_parallel": data_parallel,
+        "draft_tensor_parallel": draft_tensor_parallel, "distributed_executor": distributed_executor, "nodes": nodes,
+        "gpu_memory_utilization": gpu_memory_utilization, "quantization": quantization,
+        "schedule": parsed_schedule(schedule), "extra": tuple(vllm_arg or ()),
+    }  # fmt: skip
+    check_vllm_only(backend, {**vllm, "dry_run": dry_run})
     try:
         from flashspec.server.app import Service, Settings
         from flashspec.server.run import bound, serve as run, set_up_log
@@ -96,6 +119,26 @@ def serve(
     set_up_log(_checked_format(log_format), verbose=verbose)
     if (os.environ.get(KEY) if api_key is None else api_key) == "":
         raise OptionError("the API key is empty; give one, or unset FLASHSPEC_API_KEY")
+    if backend == "vllm":
+        options = vllm_options(
+            model,
+            {
+                "draft": draft, "drafter": drafter, "dtype": dtype, "trust_remote_code": trust_remote_code,
+                "num_speculative_tokens": draft_length(num_speculative_tokens), "draft_backend": draft_backend,
+                "draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "draft_width": draft_width, "threads": threads,
+                "gpu_layers": gpu_layers, "pack": pack, "self_test": self_test,
+            },
+            served_model_name=served_model_name, max_model_len=max_length, max_batch=max_batch,
+            host=host, port=port, api_key=api_key, **vllm,
+        )  # fmt: skip
+        if dry_run:
+            print_plan(options)
+            return
+        treatment = {
+            "api_key": api_key, "request_timeout": request_timeout, "max_body": int(max_body * 2**20),
+            "cors_origins": tuple(cors_origin or ()), "restarts": restarts,
+        }  # fmt: skip
+        raise SystemExit(serve_vllm(options, treatment, ready_seconds=ready_timeout))
     # until it serves there is nothing to finish; as process 1 of a container it would be deaf without a handler
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sock = bound(host, port)

@@ -95,8 +95,12 @@ def batch_reason(by_batch: dict[int, tuple[int, float]]) -> str:
     return f"By sequences at once: {gains}" + (f"; from {min(lost)} on drafting does not pay." if lost else ".")
 
 
-def verdict(plan: Plan, ways_out: list[WayOut]) -> str:
-    """The answer in one sentence."""
+def verdict(plan: Plan, ways_out: list[WayOut], *, where: str = "") -> str:
+    """The answer in one sentence.
+
+    Args:
+        where: " on each GPU", of the memory.
+    """
     memory = plan.memory
     if memory is not None and not memory.fits:
         needs = f"No: it needs {gib(memory.needed)} of memory and {gib(memory.available or 0)} are free"
@@ -104,7 +108,7 @@ def verdict(plan: Plan, ways_out: list[WayOut]) -> str:
         if enough is None:
             return f"{needs}, and no way out below is enough: use a smaller model."
         return f"{needs}; it fits after {'the first way' if enough == 1 else f'the first {enough} ways'} out below."
-    fits = f" It takes {gib(memory.needed)} of memory" if memory is not None else ""
+    fits = f" It takes {gib(memory.needed)} of memory{where}" if memory is not None else ""
     if memory is not None:
         fits += "." if memory.available is None else f"; {gib(memory.available)} are free."
     if plan.expected_speedup is None:

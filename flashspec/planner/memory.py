@@ -31,6 +31,8 @@ class ModelSize:
     mask_bytes: int  # for each pair of a query and a key
     masking_bytes: int  # likewise, only while the masks are made
     has_all_logits: bool  # the model cannot skip the logits of a prompt
+    heads: int  # of attention
+    kv_heads: int
     max_length: int
     vocab_size: int
 
@@ -138,6 +140,8 @@ def _shapes(config: Any, *, num_layers: int) -> dict[str, int]:
         keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     return {
+        "heads": heads,
+        "kv_heads": kv_heads,
         "cache_numbers": num_layers * kv_heads * (keys + values),
         "repeated_numbers": heads * (keys + values) if kv_heads < heads else 0,
         # the residual and what is added to it; then the MLP's, of which an activation written out makes several, or

@@ -1,0 +1,1 @@
+"""The same configuration on vLLM: its command, its process, its metrics."""

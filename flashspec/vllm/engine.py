@@ -1,0 +1,451 @@
+"""An Engine over the OpenAI API of a server that drafts and verifies by itself: vLLM, or another flashspec.
+
+It knows that API's requests and streams; it does not know how the server was started. Results, counts and timings
+come in the same types as LocalEngine's, as far as the server tells: which of a chunk's tokens were guesses it does not
+say, so they are counted as if each chunk were one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Generator, Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from flashspec.core import Chunk, FinishReason, Prompt, SamplingParams, SpecStats, Timings, TokenKind, TokenLogprob
+from flashspec.engine import Result
+from flashspec.errors import EngineLostError, FlashSpecError, OptionError, PromptError
+from flashspec.vllm.scrape import Snapshot, difference
+
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 300.0  # without a byte, after which a server counts as hung
+NOT_SENT = ("verification",)  # of SamplingParams: what is the server's own affair
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "tool_calls": "stop", "repetition": "stop"}
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request on its way."""
+
+    id: str
+    sampling: SamplingParams
+    path: str
+    body: dict[str, Any]
+    timings: Timings
+    stats: SpecStats = field(default_factory=SpecStats)
+    chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``chunks`` is the reader
+    is_streamed: bool = False
+    is_finished: bool = False
+    error: FlashSpecError | None = None
+    connection: http.client.HTTPConnection | None = None
+    before: Snapshot | None = None
+
+
+class VllmEngine:
+    """Requests to a server, as many at once as it takes. Not thread-safe.
+
+    Args:
+        url: of the server, without ``/v1``.
+        model: what it calls the model; None for the first that it names.
+        api_key: if it asks for one.
+        silence: seconds without a byte after which it counts as hung.
+
+    Raises:
+        EngineLostError: nobody answers there.
+        OptionError: what answers is no such server, or it refuses the key.
+    """
+
+    controller = None  # the draft length is chosen by the server
+    drafter = None
+
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key: str | None = None, silence: float = SILENCE_SECONDS
+    ) -> None:
+        self.url, self.api_key, self.silence = url.rstrip("/").removesuffix("/v1"), api_key, silence
+        where = urlsplit(self.url)
+        if where.scheme not in ("http", "https") or not where.hostname:
+            raise OptionError(f"the server's address is {url!r}; give one like http://127.0.0.1:8000")
+        self._where = where
+        named = [entry["id"] for entry in self._asked("GET", "/v1/models")["data"]]
+        self.model = model or named[0]
+        if self.model not in named:
+            raise OptionError(f"{self.url} has no model {self.model!r}; it has {', '.join(named)}")
+        self.why = f"drafting and verifying are done by the server at {self.url}"
+        self._requests: dict[str, _Request] = {}
+        self._events: queue.Queue[tuple[_Request, Chunk]] = queue.Queue()
+        self._stats = SpecStats()
+        self._is_chatty: bool | None = None
+
+    # the Engine protocol
+
+    def add(self, prompt: Prompt, sampling: SamplingParams | None = None) -> str:
+        """Send a request; its id. What is wrong with it comes out when its chunks are read.
+
+        Raises:
+            OptionError: sampling parameters that the server's API does not have.
+            PromptError: an empty prompt.
+        """
+        sampling = sampling or SamplingParams()
+        if not prompt:
+            raise PromptError("the prompt is empty; give at least one token")
+        path, body = self._body(prompt, sampling)
+        request = _Request(uuid.uuid4().hex, sampling, path, body, Timings(arrival=time.perf_counter()))
+        if not self._requests:
+            with contextlib.suppress(FlashSpecError):
+                request.before = Snapshot.read(self.url)
+        self._requests[request.id] = request
+        threading.Thread(target=self._run, args=(request,), daemon=True).start()
+        return request.id
+
+    def step(self) -> list[Chunk]:
+        """Wait for the next chunk, and take what else has come."""
+        if not self._requests:
+            return []
+        events = [self._events.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return [chunk for request, chunk in events if self._take(request, chunk)]
+
+    def abort(self, request_id: str) -> None:
+        """Hang up, which ends the request at the server, too; an unknown one is no error."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.is_finished = True
+            _hang_up(request)
+
+    def stats(self) -> SpecStats:
+        """Counts over all requests so far, as the server tells them."""
+        return self._stats
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def speaks_chat(self) -> bool:
+        """Whether the served model has a chat template."""
+        if self._is_chatty is None:
+            body = {"model": self.model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+            try:
+                self._asked("POST", "/v1/chat/completions", body)
+                self._is_chatty = True
+            except OptionError:
+                self._is_chatty = False
+        return self._is_chatty
+
+    # whole requests
+
+    def chunks(self, request_id: str) -> Generator[Chunk, None, None]:
+        """The chunks of a request that was just added; closing the iterator aborts it."""
+        request = self._requests[request_id]
+        request.is_streamed = True
+        return self._chunks(request)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Chunk, None, None]:
+        """Chunks of one request as they come."""
+        return self.chunks(self.add(prompt, sampling))
+
+    def progress(self, request_id: str) -> tuple[SpecStats, Timings]:
+        """A request's counts and timings, live; the counts come with its end."""
+        request = self._requests[request_id]
+        return request.stats, request.timings
+
+    def generate(
+        self, prompts: Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Finished results, all requests at once."""
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        names = [self.add(*pair) for pair in zip(prompts, each, strict=True)]
+        requests = [self._requests[name] for name in names]
+        readers = [self.chunks(name) for name in names]
+        try:
+            return [_result(request, list(reader)) for request, reader in zip(requests, readers, strict=True)]
+        finally:
+            for name in names:
+                self.abort(name)
+
+    def _chunks(self, request: _Request) -> Generator[Chunk, None, None]:
+        try:
+            while True:
+                while request.chunks:
+                    yield request.chunks.pop(0)
+                if request.error is not None:
+                    raise request.error
+                if request.is_finished:
+                    return
+                self.step()
+        finally:
+            self.abort(request.id)
+
+    # requests and their streams
+
+    def _body(self, prompt: Prompt, sampling: SamplingParams) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= sampling_body(sampling)
+        if isinstance(prompt, list) and isinstance(prompt[0], dict):
+            if sampling.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+            return "/v1/chat/completions", {**body, "messages": prompt, "return_token_ids": True}
+        if sampling.logprobs is not None:
+            body["logprobs"] = sampling.logprobs
+        return "/v1/completions", {**body, "prompt": prompt, "return_token_ids": True}
+
+    def _run(self, request: _Request) -> None:
+        """In a thread of the request's own: read its stream and queue what comes."""
+        try:
+            response = self._sent(request)
+            for piece in _pieces(response):
+                if (chunk := self._chunk(request, piece)) is not None:
+                    self._events.put((request, chunk))
+            if request.is_finished:
+                return
+            raise EngineLostError(f"the server at {self.url} ended in mid-stream; its log may say why")
+        except FlashSpecError as error:
+            self._fail(request, error)
+        except TimeoutError:
+            self._fail(request, EngineLostError(f"{self.url} has said nothing for {self.silence:g} s; is it hung?"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._fail(request, EngineLostError(f"the connection to {self.url} was lost ({error or type(error)})"))
+        finally:
+            _hang_up(request)
+
+    def _fail(self, request: _Request, error: FlashSpecError) -> None:
+        if not request.is_finished:  # else it was aborted, which is how that looks from here
+            self._events.put((request, Chunk(request.id, [], [], [], "abort", error=error)))
+
+    def _sent(self, request: _Request) -> http.client.HTTPResponse:
+        connection = request.connection = self._connection()
+        connection.request("POST", self._where.path + request.path, json.dumps(request.body).encode(), self._headers())
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _refusal(self.url, response.status, response.read())
+        return response
+
+    def _chunk(self, request: _Request, piece: dict[str, Any]) -> Chunk | None:
+        """What an event adds; the one without choices ends the request with its counts."""
+        if "error" in piece:
+            raise EngineLostError(f"{self.url}: {piece['error'].get('message', piece['error'])}")
+        if request.timings.started == 0:
+            request.timings.started = time.perf_counter()
+        request.body["usage"] = piece.get("usage") or request.body.get("usage")
+        request.body["metrics"] = piece.get("metrics") or request.body.get("metrics")
+        chunks = [_of_choice(request, choice) for choice in piece["choices"]]
+        if not piece["choices"] and piece.get("usage"):
+            request.is_finished = True
+            reason = request.body.get("finish_reason", "stop")
+            if reason not in REASONS:
+                raise EngineLostError(f"the server at {self.url} ended the request ({reason}); its text is cut")
+            return Chunk(request.id, [], [], [], REASONS[reason])
+        return next((chunk for chunk in chunks if chunk is not None), None)
+
+    def _take(self, request: _Request, chunk: Chunk) -> bool:
+        """Count a chunk and hand it to its reader; False for one that nobody waits for."""
+        if self._requests.get(request.id) is not request:
+            return False
+        now = time.perf_counter()
+        timings = request.timings
+        if chunk.tokens or chunk.pieces:
+            timings.first_token = timings.first_token or now
+            timings.last_token = now
+        timings.num_output_tokens += len(chunk.tokens)
+        if chunk.finish_reason is not None:
+            request.is_finished, request.error = True, chunk.error  # type: ignore[assignment]
+            self._requests.pop(request.id)
+            self._count(request)
+        if request.is_streamed:
+            request.chunks.append(chunk)
+        return True
+
+    def _count(self, request: _Request) -> None:
+        """The request's counts: as the server tells them, else the difference of its counters."""
+        usage = request.body.get("usage") or {}
+        request.timings.num_output_tokens = usage.get("completion_tokens") or request.timings.num_output_tokens
+        details = usage.get("prompt_tokens_details") or {}
+        request.timings.num_cached_tokens = details.get("cached_tokens") or 0
+        told = (request.body.get("metrics") or {}).get("speculative_decoding")
+        if told:
+            merge_told(request.stats, told)
+        elif request.before is not None and not self._requests:
+            with contextlib.suppress(FlashSpecError):
+                request.stats.merge(difference(request.before, Snapshot.read(self.url)))
+        request.stats.num_emitted_tokens = request.timings.num_output_tokens
+        self._stats.merge(request.stats)
+
+    # HTTP
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._where.scheme == "https" else http.client.HTTPConnection
+        connection = kind(str(self._where.hostname), self._where.port, timeout=CONNECT_SECONDS)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise EngineLostError(f"nothing answers at {self.url} ({error}); is the server running there?") from error
+        connection.sock.settimeout(self.silence)
+        return connection
+
+    def _headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A whole answer; raises what is wrong with it."""
+        connection = self._connection()
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._where.path + path, data, self._headers())
+            response = connection.getresponse()
+            text = response.read()
+            if response.status != 200:
+                raise _refusal(self.url, response.status, text)
+            found: dict[str, Any] = json.loads(text)
+            return found
+        except TimeoutError as error:
+            raise EngineLostError(f"{self.url} has said nothing for {self.silence:g} s; is it hung?") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLostError(f"the connection to {self.url} was lost ({error})") from error
+        except ValueError as error:
+            raise OptionError(f"{self.url}{path} is no OpenAI-compatible API ({error}); check the address") from error
+        finally:
+            connection.close()
+
+
+def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
+    """SamplingParams as vLLM's API names them; what is at its default is left out.
+
+    Raises:
+        OptionError: what that API does not have.
+    """
+    if sampling.bad_tokens:
+        raise OptionError("bad_tokens cannot be sent to vLLM, which bans words, not ids; use logit_bias of -100")
+    body: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+    neutral = SamplingParams()
+    for name in (
+        "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
+        "ignore_eos",
+    ):  # fmt: skip
+        if (value := getattr(sampling, name)) != getattr(neutral, name):
+            body[name] = value
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.allowed_tokens is not None:
+        body["allowed_token_ids"] = list(sampling.allowed_tokens)
+    if sampling.grammar is not None:
+        if sampling.grammar.kind != "json_schema":
+            raise OptionError(f"a {sampling.grammar.kind} grammar cannot be sent to vLLM; use a JSON schema")
+        schema = {"name": "output", "schema": json.loads(sampling.grammar.text)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if sampling.logprobs is not None:
+        body["return_tokens_as_token_ids"] = True
+    return body
+
+
+def merge_told(stats: SpecStats, told: dict[str, Any]) -> None:
+    """Add what an answer's ``metrics.speculative_decoding`` says, in vLLM's words or ours."""
+    drafts = told.get("num_spec_steps", told.get("num_drafts", 0)) or 0
+    accepted = told.get("num_accepted_draft_tokens", told.get("num_accepted_tokens", 0)) or 0
+    more = SpecStats(drafts, told.get("num_draft_tokens") or 0, accepted)
+    histogram = told.get("acceptance_histogram")  # [i]: steps in which i guesses were accepted
+    if histogram:
+        most = max((i for i, count in enumerate(histogram) if count), default=0)
+        more.num_accepted_tokens_per_pos = [sum(histogram[i + 1 :]) for i in range(most)]
+    else:
+        more.num_accepted_tokens_per_pos = list(told.get("num_accepted_tokens_per_pos") or [])
+    stats.merge(more)
+
+
+def _of_choice(request: _Request, choice: dict[str, Any]) -> Chunk | None:
+    text = choice.get("delta", {}).get("content") or choice.get("text") or ""
+    tokens = choice.get("token_ids") or []
+    if choice.get("finish_reason"):
+        request.body["finish_reason"] = choice["finish_reason"]
+    if not text and not tokens:
+        return None
+    kinds: list[TokenKind] = ["recovered" if i == len(tokens) - 1 else "accepted" for i in range(len(tokens))]
+    pieces = [text, *[""] * (len(tokens) - 1)]
+    return Chunk(request.id, list(tokens), pieces, kinds, None, _logprobs(request.sampling, choice.get("logprobs")))
+
+
+def _logprobs(sampling: SamplingParams, told: dict[str, Any] | None) -> list[TokenLogprob] | None:
+    """From either endpoint's format, with tokens named by their ids."""
+    if sampling.logprobs is None or not told:
+        return None
+    if "content" in told:
+        return [
+            TokenLogprob(
+                _id(entry["token"]),
+                entry["logprob"],
+                [(_id(other["token"]), other["logprob"]) for other in entry["top_logprobs"]],
+            )
+            for entry in told["content"] or []
+        ]
+    tops = told.get("top_logprobs") or [{}] * len(told["tokens"])
+    return [
+        TokenLogprob(_id(token), logprob, [(_id(name), value) for name, value in (top or {}).items()])
+        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=True)
+    ]
+
+
+def _id(name: str) -> int:
+    return int(name.removeprefix("token_id:")) if name.startswith("token_id:") else -1
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream, as JSON."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        yield json.loads(data)
+
+
+def _refusal(url: str, status: int, text: bytes) -> FlashSpecError:
+    """A server's no as an error of ours, in its words."""
+    try:
+        told = json.loads(text)
+        message = str(told.get("error", told).get("message") or told)
+    except (ValueError, AttributeError):
+        message = text.decode("utf-8", "replace")[:300]
+    if status in (401, 403):
+        return OptionError(f"{url} refuses the API key ({message}); give it with --api-key")
+    if status == 404:
+        return OptionError(f"{url}: {message} (404); check the address and the model's name")
+    if status in (429, 503):
+        return EngineLostError(f"{url} is busy or shutting down ({status}): {message}")
+    kind = OptionError if status < 500 else EngineLostError
+    return kind(f"{url}: {message} ({status})")
+
+
+def _hang_up(request: _Request) -> None:
+    connection = request.connection
+    if connection is not None:
+        with contextlib.suppress(OSError, AttributeError):  # wakes a reader in another thread
+            connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+
+def _result(request: _Request, chunks: list[Chunk]) -> Result:
+    logprobs = None
+    if request.sampling.logprobs is not None:
+        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return Result(
+        text="".join(chunk.text for chunk in chunks),
+        tokens=[token for chunk in chunks for token in chunk.tokens],
+        finish_reason=chunks[-1].finish_reason or "abort" if chunks else "abort",
+        stats=request.stats,
+        timings=request.timings,
+        kinds=[kind for chunk in chunks for kind in chunk.kinds],
+        logprobs=logprobs,
+    )

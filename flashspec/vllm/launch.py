@@ -1,0 +1,142 @@
+"""Our options to a running vLLM: found, asked for its version, told what it does not have, started.
+
+It knows where vLLM is installed and how our names map to files; the translation itself is ``command``'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashspec.errors import OptionError
+from flashspec.heads.files import kind_of
+from flashspec.vllm.command import Command, DraftKind, Options, Version, command, version_of
+from flashspec.vllm.engine import VllmEngine
+from flashspec.vllm.process import ServerProcess
+from flashspec.weights import EMBEDDED_NAME, default_model, source_of
+
+Progress = Callable[[str], None]
+AUTO = "auto"
+WHERE = "FLASHSPEC_VLLM"  # environment variable: vLLM's executable, or the environment that holds it
+
+
+def executable() -> str:
+    """vLLM's command; raises OptionError where there is none."""
+    given = os.environ.get(WHERE)
+    if given:
+        found = Path(given).expanduser()
+        found = found / "bin" / "vllm" if found.is_dir() else found
+        if not os.access(found, os.X_OK):
+            raise OptionError(f"{WHERE} is {given!r}, where no vllm can be run; name its executable or environment")
+        return str(found)
+    if (path := shutil.which("vllm")) is None:
+        raise OptionError(
+            f"vLLM is not installed here; install it (pip install vllm), best in an environment of its own named by "
+            f"{WHERE}, or attach to a running server with --url"
+        )
+    return path
+
+
+def installed_version(program: str) -> Version:
+    """Of an executable; read from its environment where that is there, since starting it takes seconds.
+
+    Raises:
+        OptionError: it does not say.
+    """
+    library = Path(program).resolve().parent.parent / "lib"
+    for folder in sorted(library.glob("python*/site-packages/vllm-*.dist-info")):
+        return version_of(folder.name.removeprefix("vllm-").removesuffix(".dist-info"))
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=120, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise OptionError(f"{program} --version does not work ({error}); name a vLLM with {WHERE}") from error
+    return version_of(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
+
+
+def options_of(model: str | None, *, drafter: str | None = None, dtype: str | None = None, **more: Any) -> Options:
+    """Options as the commands have them; None for the default model."""
+    if model is None and more.get("served_model_name") is None:
+        more["served_model_name"] = EMBEDDED_NAME
+    return Options(
+        model=str(default_model()) if model is None else model,
+        drafter=drafter or AUTO,
+        dtype=dtype or AUTO,
+        heterogeneous=drafter == "translated",
+        **more,
+    )
+
+
+def prepared(options: Options, say: Progress) -> Options:
+    """The same with models as vLLM reads them: folders for ``.gguf`` files, everything else as it is."""
+    model = str(source_of(options.model, say))
+    draft, kind = options.draft, options.draft_kind
+    if draft is not None and kind is None:
+        found = kind_of(draft)
+        kind = _draft_kind(found)
+        draft = draft if found else str(source_of(draft, say))
+    named = options.served_model_name or Path(model).name
+    return replace(options, model=model, draft=draft, draft_kind=kind, served_model_name=named)
+
+
+def _draft_kind(found: str | None) -> DraftKind:
+    if found == "medusa":
+        return "medusa"
+    return "eagle3" if found == "eagle3" else "model"
+
+
+def planned(options: Options, say: Progress) -> Command:
+    """The command that would be run here; without a vLLM, that of the newest known one."""
+    try:
+        program = executable()
+    except OptionError:
+        return command(prepared(options, say), version_of("0.32.0"))
+    return command(prepared(options, say), installed_version(program), executable=program)
+
+
+def process_of(options: Options, say: Progress, *, ready_seconds: float, log: Path | None = None) -> ServerProcess:
+    """A vLLM that is ready at ``options``' host and port.
+
+    Raises:
+        OptionError: no vLLM, a taken port, options that it does not have.
+        EngineStartError: it did not come up.
+    """
+    program = executable()
+    made = command(prepared(options, say), installed_version(program), executable=program)
+    for note in made.notes:
+        say(note)
+    url = f"http://{options.host or '127.0.0.1'}:{options.port or 8000}"
+    process = ServerProcess(made.words, url=url, env=made.env, log=log, ready_seconds=ready_seconds)
+    process.start(say)
+    return process
+
+
+def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> tuple[ServerProcess, str]:
+    """A vLLM for a private port, not started yet, and what it calls the model; the key is asked for in front of it."""
+    program = executable()
+    own = prepared(replace(options, host="127.0.0.1", port=free_port(), api_key=None), say)
+    made = command(own, installed_version(program), executable=program)
+    for note in made.notes:
+        say(note)
+    url = f"http://127.0.0.1:{own.port}"
+    return ServerProcess(made.words, url=url, env=made.env, ready_seconds=ready_seconds), str(own.served_model_name)
+
+
+def engine_of(options: Options, say: Progress, *, ready_seconds: float) -> VllmEngine:
+    """An engine over a vLLM of its own on a free port, which ends with this process."""
+    own = replace(options, host="127.0.0.1", port=free_port())
+    process = process_of(own, say, ready_seconds=ready_seconds)
+    atexit.register(process.stop)
+    return VllmEngine(process.url, api_key=own.api_key)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
