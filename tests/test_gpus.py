@@ -109,9 +109,10 @@ def test_other_names_and_numbers_are_refused(text: str, message: str) -> None:
 @given(st.text())
 def test_any_text_is_understood_or_refused(text: str) -> None:
     try:
-        assert 1 <= parse_gpus(text).count <= 1024
-    except OptionError as error:
-        assert "gpus is " in str(error)
+        found = parse_gpus(text)
+    except OptionError:
+        return
+    assert 1 <= found.count <= 1024
 
 
 def test_numbers_of_gpus_that_share_heads() -> None:
@@ -119,7 +120,7 @@ def test_numbers_of_gpus_that_share_heads() -> None:
     assert [count for count in range(1, 20) if can_share(size, count)] == [1, 2, 14]
     assert can_share(EIGHT, 16)  # two GPUs for each of eight key-value heads
     check_sharing(size, Gpus(H100, 2), "small")
-    with pytest.raises(OptionError, match="gpus is 4xH100-SXM, and small has 14 attention heads .* use 1, 2, 14"):
+    with pytest.raises(OptionError, match=r"gpus is 4xH100-SXM, and small has 14 attention heads .* use 1, 2, 14"):
         check_sharing(size, Gpus(H100, 4), "small")
 
 

@@ -217,7 +217,7 @@ def test_for_gpus_as_json(run: Run) -> None:
     ]  # fmt: skip
     memory = answer["plan"]["memory"]
     parameters = sum(tensor.numel() for tensor in LlamaForCausalLM.from_pretrained("target").parameters())
-    assert memory["weights"] == parameters  # two bytes each, on two GPUs
+    assert memory["weights"] == pytest.approx(parameters, rel=1e-4)  # two bytes each, on two GPUs; and some buffers
     assert memory["kv_cache"] == 32 * 256 * (2 * 2 * 2 * 8) * 2 // 2
     assert run("--model", "bare", "--no-measure", "--json").answer["gpus"] is None
 

@@ -1320,3 +1320,14 @@ def test_the_default_model(real: Server, smollm2_path: Path) -> None:
     (call,) = got.choices[0].message.tool_calls or []
     assert got.choices[0].finish_reason == "tool_calls"
     assert call.function.name in ("get_weather", "stop_it")  # type: ignore[union-attr]
+
+
+def test_ids_are_told_to_who_asks(server: Server) -> None:
+    asked = {"temperature": 0, "max_tokens": 6, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    whole = server.complete("hello there", logprobs=1, **asked).json["choices"][0]
+    assert whole["logprobs"]["tokens"] == [f"token_id:{token}" for token in whole["token_ids"]]
+    assert len(whole["token_ids"]) == 6
+    pieces = [piece["choices"][0] for piece in server.open("hello there", **asked) if piece.get("choices")]
+    assert [token for piece in pieces for token in piece.get("token_ids", [])] == whole["token_ids"]
+    allowed = server.complete("hello there", **{**asked, "allowed_token_ids": [5, 7]}).json["choices"][0]
+    assert set(allowed["token_ids"]) <= {5, 7}

@@ -37,6 +37,7 @@ from flashspec.planner.gpus import LONGEST as ON_GPUS, MOST, Load, load_reasons,
 from flashspec.planner.memory import MemoryPlan, Setup, WayOut, memory_plan, ways_out
 from flashspec.planner.speed import LONGEST, Outlook, by_formula, check_acceptance, check_cost_ratio, check_k
 
+MOST_SERVED = 256  # what serve takes for --max-batch
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # k in the table
 SAME_COST = (
     "Scoring k + 1 tokens costs the target what one costs. A GPU that serves few sequences comes near to that; a CPU "
@@ -77,7 +78,7 @@ def plan(
     device: Device = None,
     dtype: Dtype = None,
     pack: Pack = True,
-    memory: Annotated[float | None, typer.Option(help="GiB: plan as if so much were free.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB: plan as if so much were free (on each GPU).")] = None,
     measure: Annotated[
         bool | None, typer.Option("--measure/--no-measure", help="Default: where weights are at hand.")
     ] = None,
@@ -222,23 +223,29 @@ def planned(question: Question, answer: Answer) -> Plan:
     if answer.by_batch:
         made.why.append(batch_reason(answer.by_batch))
     if answer.load is not None:
-        made.why.extend([*load_reasons(answer.load), f"To serve it: {_serve(question, made, answer.load)}"])
+        made.why.extend([*load_reasons(answer.load), f"To serve it: {_serve(question, answer.load)}"])
     return made
 
 
-def _serve(question: Question, made: Plan, load: Load) -> str:
+def _serve(question: Question, load: Load) -> str:
     """The command that serves this plan with vLLM."""
     assert question.model is not None
     words = ["flashspec", "serve", "--backend", "vllm", "--model", question.model]
-    if made.drafter == "model":
-        words += ["--draft", question.draft or ""]
+    drafts = load.schedule is None or any(k for _, _, k in load.schedule)
+    if not drafts:
+        words += ["--drafter", "none"]
+    elif question.draft is not None:
+        words += ["--draft", question.draft]
     else:
-        words += ["--drafter", made.drafter]
-    if made.drafter != "none" and not (question.k is None and made.expected_speedup is None):
-        words += ["--num-speculative-tokens", str(made.num_speculative_tokens)]
+        words += ["--drafter", "ngram"]
+    if drafts and load.schedule is not None:
+        words += ["--schedule", json.dumps(load.schedule)]
+    elif drafts and question.k is not None:
+        words += ["--num-speculative-tokens", str(question.k)]
     if question.dtype is not None:
         words += ["--dtype", question.dtype]
-    return shlex.join([*words, "--tensor-parallel", str(load.gpus.count), "--max-batch", str(question.batch)])
+    rows = min(question.batch, MOST_SERVED)
+    return shlex.join([*words, "--tensor-parallel", str(load.gpus.count), "--max-batch", str(rows)])
 
 
 # output
@@ -263,11 +270,11 @@ def as_dict(question: Question, answer: Answer, made: Plan) -> dict[str, Any]:
         "is_measured": answer.is_measured,
         "measured_acceptance": answer.acceptance,
         "assumed": answer.assumed,
-        "gpus": _load_dict(question, answer.load, made) if answer.load is not None else None,
+        "gpus": _load_dict(question, answer.load) if answer.load is not None else None,
     }
 
 
-def _load_dict(question: Question, load: Load, made: Plan) -> dict[str, Any]:
+def _load_dict(question: Question, load: Load) -> dict[str, Any]:
     """All of it by formula; the memory of each GPU is the plan's."""
     return {
         "source": "formula",
@@ -280,7 +287,7 @@ def _load_dict(question: Question, load: Load, made: Plan) -> dict[str, Any]:
         "gpus_that_fit": load.needed,
         "crossover": load.crossover,
         "schedule": load.schedule,
-        "serve": _serve(question, made, load),
+        "serve": _serve(question, load),
     }
 
 
@@ -339,7 +346,7 @@ def _speed_table(question: Question, answer: Answer, made: Plan) -> Table:
             tokens,
             *costs,
             speedup,
-            "none" if even is None else f"{even:.0%}",
+            "none" if even is None else f"{even:.0%}" if k else "-",
             style="bold" if is_chosen else "",
         )
     return table

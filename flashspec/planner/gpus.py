@@ -77,7 +77,8 @@ GPUS = {
     )
 }
 OTHERWISE = {  # other names in use; the larger or more common of two where a name is short
-    "a100": "A100-80", "a10040gb": "A100-40", "a10080gb": "A100-80", "h100": "H100-SXM", "h10080gb": "H100-SXM",
+    "a100": "A100-80", "a10040gb": "A100-40", "a100sxm440gb": "A100-40", "a100pcie40gb": "A100-40",
+    "a10080gb": "A100-80", "a100sxm480gb": "A100-80", "h100": "H100-SXM", "h10080gb": "H100-SXM",
     "h100sxm5": "H100-SXM", "h10080gbhbm3": "H100-SXM", "h200sxm": "H200", "b200sxm": "B200", "3090": "RTX3090",
     "4090": "RTX4090",
 }  # fmt: skip
@@ -101,7 +102,7 @@ def parse_gpus(text: str) -> Gpus:
     Raises:
         OptionError: an unknown name, or no number from 1 to 1024.
     """
-    found = re.fullmatch(r"(?:(-?\d+)\s*[x*×]\s*)?(\S.*?)", text.strip(), re.IGNORECASE | re.ASCII)
+    found = re.fullmatch(r"(?:(-?\d{1,9})\s*[x*×]\s*)?(\S.*?)", text.strip(), re.IGNORECASE | re.ASCII)
     count, name = (int(found[1] or 1), found[2]) if found else (1, "")
     plain = re.sub(MAKERS, "", _letters(name))
     by_letters = {_letters(known): known for known in GPUS} | OTHERWISE
@@ -244,10 +245,14 @@ class Load:
 
 
 def load_of(setup: Setup, gpus: Gpus, outlook: Outlook, *, available: int, is_open: bool) -> Load:
-    """Args:
-    is_open: the acceptance is not known.
+    """All of it, for as many sequences as the setup has, and drafts no longer than it has.
+
+    Args:
+        is_open: the acceptance is not known.
     """
-    lengths = [] if is_open else list(draft_lengths(outlook, MOST))
+    k = setup.num_speculative_tokens
+    short = replace(outlook, survival=outlook.survival[:k], reach=outlook.reach[:k])
+    lengths = [] if is_open else list(draft_lengths(short, MOST))
     return Load(
         gpus=gpus,
         context=setup.context,
@@ -274,8 +279,8 @@ def load_verdict(plan: Plan, load: Load) -> str:
 
 def load_reasons(load: Load) -> list[str]:
     """What a change of the load would do."""
-    most = "or more" if load.fitting == MOST else "at most"
-    why = [f"{load.fitting} sequences of {load.context} tokens fit at once, {most}, by formula."]
+    most = "at least" if load.fitting == MOST else "at most"
+    why = [f"By formula {most} {load.fitting} sequences of {load.context} tokens fit at once."]
     if load.schedule is None:
         return why
     if load.crossover is None:
@@ -284,9 +289,8 @@ def load_reasons(load: Load) -> list[str]:
         why.append(f"By formula drafting pays for no number of sequences at once from 1 to {MOST}.")
     else:
         why.append(f"By formula drafting no longer pays from {load.crossover} sequences at once on.")
-    why.append(
-        f"Draft tokens by sequences at once, [from, to, k], by formula: {[list(part) for part in load.schedule]}."
-    )
+    ranges = [list(part) for part in load.schedule]
+    why.append(f"By formula, draft tokens by sequences at once, [from, to, k]: {ranges}.")
     return why
 
 

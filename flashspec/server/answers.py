@@ -6,6 +6,7 @@ It knows the API's answers; it does not know HTTP or the engine.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,10 @@ class Spelling:
         self.tokenizer = tokenizer
         self._bytes: list[bytes | None] | None = None
 
+    def named(self, token: int) -> tuple[str, list[int]]:
+        """By its id, as vLLM does it for who asks."""
+        return f"token_id:{token}", self(token)[1]
+
     def __call__(self, token: int) -> tuple[str, list[int]]:
         if self._bytes is None:
             self._bytes = token_bytes(self.tokenizer)
@@ -45,6 +50,7 @@ class Choice:
     echo: str = ""  # the prompt, where it is to be repeated
     calls: Calls | None = None  # where the model may call tools
     texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_characters: int = 0
     finish_reason: str | None = None
@@ -56,6 +62,7 @@ class Choice:
         if self.calls is not None:
             text, calls = self.calls.push(text, is_last=is_last)
         self.texts.append(text)
+        self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs or []
         if is_last:
             is_called = self.calls is not None and self.calls.found and chunk.finish_reason == "stop"
@@ -69,16 +76,22 @@ class Format:
     Args:
         id: of the answer.
         model: its name, as served.
+        spelling: tokens as text and bytes, in log probabilities.
+        has_ids: whether token ids are told.
     """
 
     kind = ""
 
-    def __init__(self, *, id: str, model: str, spelling: Spelling) -> None:
-        self.id, self.model, self.spelling = id, model, spelling
+    def __init__(
+        self, *, id: str, model: str, spelling: Callable[[int], tuple[str, list[int]]], has_ids: bool = False
+    ) -> None:
+        self.id, self.model, self.spelling, self.has_ids = id, model, spelling, has_ids
         self.created = int(time.time())
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        return {**self._head(self.kind), "choices": [self._choice(choice) for choice in choices]}
+        ids = [{"token_ids": choice.tokens} if self.has_ids else {} for choice in choices]
+        each = [{**self._choice(choice), **more} for choice, more in zip(choices, ids, strict=True)]
+        return {**self._head(self.kind), "choices": each}
 
     def piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head(f"{self.kind}.chunk" if self.kind == "chat.completion" else self.kind), "choices": choices}
@@ -112,10 +125,12 @@ class ChatFormat(Format):
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = calls
-        if not delta and not chunk.logprobs and choice.finish_reason is None:
+        if not delta and not chunk.logprobs and choice.finish_reason is None and not self.has_ids:
             return None
+        ids = {"token_ids": chunk.tokens} if self.has_ids else {}
         logprobs = self._logprobs(chunk.logprobs)
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        head = {"index": choice.index, "delta": delta, "logprobs": logprobs}
+        return {**head, "finish_reason": choice.finish_reason, **ids}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
@@ -154,10 +169,11 @@ class TextFormat(Format):
         return {"index": choice.index, "text": choice.echo, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, chunk: Chunk, text: str, calls: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if not text and not chunk.logprobs and choice.finish_reason is None:
+        if not text and not chunk.logprobs and choice.finish_reason is None and not self.has_ids:
             return None
+        ids = {"token_ids": chunk.tokens} if self.has_ids else {}
         logprobs = self._logprobs(choice, chunk.logprobs)
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         choice.num_characters = 0

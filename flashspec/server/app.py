@@ -454,7 +454,8 @@ async def _answer(
     if service.settings.log_prompts:
         log["prompt"] = body.model_dump(include={"messages", "prompt"}, exclude_none=True)
     prepared = await service.prepared(body, name)
-    format = kind(id=name, model=service.settings.model_name, spelling=service.spelling)
+    spelling = service.spelling.named if body.return_tokens_as_token_ids else service.spelling
+    format = kind(id=name, model=service.settings.model_name, spelling=spelling, has_ids=bool(body.return_token_ids))
     chunks = service.chunks(prepared)
     leaving = asyncio.ensure_future(gone(request.receive))
     if body.stream:

@@ -152,6 +152,9 @@ class _Request(_Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None  # beside the text
+    return_tokens_as_token_ids: bool | None = None  # in log probabilities: token_id:N
     speculative: Speculative | None = None
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
@@ -169,6 +172,7 @@ class _Request(_Strict):
             "seed": self.seed,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
+            "allowed_tokens": self.allowed_token_ids,
             **more,
         }
         return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})

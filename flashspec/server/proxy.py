@@ -36,6 +36,7 @@ from flashspec.vllm.process import Progress, ServerProcess
 
 State = Literal["starting", "ok", "restarting", "shutting down"]
 POLL = 0.2  # seconds between two looks at the process
+LOST_POLLS = 3
 SAMPLE = 10.0  # seconds between two looks at its metrics and health
 BACKOFF, MOST_BACKOFF = 1.0, 30.0  # seconds before the first restart, doubled for each that follows at once
 STEADY = 600.0  # seconds after which a restart is forgotten
@@ -267,7 +268,7 @@ class _Relay:
                 await asyncio.wait((answering,))
                 await self._fail(ApiError(504, f"the request took longer than {limit:g} seconds", code="timeout"))
         except UpstreamError as error:
-            await self._fail(self._lost(error))
+            await self._fail(await self._lost(error))
         finally:
             for task in (answering, leaving):
                 task.cancel()
@@ -321,10 +322,12 @@ class _Relay:
     async def _more(self, part: bytes) -> None:
         await self.send({"type": "http.response.body", "body": part, "more_body": True})
 
-    def _lost(self, error: UpstreamError) -> ApiError:
-        status = self.proxy.process.poll()
-        what = f"vLLM was lost ({error})" if status is None else f"vLLM ended with status {status}"
-        return self.proxy.lost(what)
+    async def _lost(self, error: UpstreamError) -> ApiError:
+        for _ in range(LOST_POLLS):  # whether it has ended is known a moment later
+            if (status := self.proxy.process.poll()) is not None:
+                return self.proxy.lost(f"vLLM ended with status {status}")
+            await asyncio.sleep(POLL)
+        return self.proxy.lost(f"vLLM was lost ({error})")
 
     async def _fail(self, error: ApiError) -> None:
         """As a stream's last event where the status is out already, else as a status of its own."""

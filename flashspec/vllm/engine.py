@@ -15,10 +15,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, overload
+from urllib.parse import SplitResult, urlsplit
 
 from flashspec.core import Chunk, FinishReason, Prompt, SamplingParams, SpecStats, Timings, TokenKind, TokenLogprob
 from flashspec.engine import Result
@@ -27,7 +27,12 @@ from flashspec.vllm.scrape import Snapshot, difference
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 300.0  # without a byte, after which a server counts as hung
+MOST_LOGPROBS = 20  # that OpenAI's API and vLLM, by itself, give of each token
 NOT_SENT = ("verification",)  # of SamplingParams: what is the server's own affair
+ALWAYS_SENT = (
+    "temperature", "max_tokens", "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "tool_calls": "stop", "repetition": "stop"}
 
 
@@ -43,10 +48,42 @@ class _Request:
     stats: SpecStats = field(default_factory=SpecStats)
     chunks: list[Chunk] = field(default_factory=list)  # not yet read, where ``chunks`` is the reader
     is_streamed: bool = False
-    is_finished: bool = False
+    is_finished: bool = False  # its last chunk has been taken, or it was aborted
     error: FlashSpecError | None = None
-    connection: http.client.HTTPConnection | None = None
-    before: Snapshot | None = None
+    # written by its thread
+    sock: socket.socket | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    reason: str | None = None  # in the server's words
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one request. Closing it, or letting go of it, aborts what is left; it raises what ended it."""
+
+    def __init__(self, engine: VllmEngine, request: _Request) -> None:
+        self.engine, self.request = engine, request
+        request.is_streamed = True
+
+    def __next__(self) -> Chunk:
+        request = self.request
+        while not request.chunks:
+            if request.error is not None:
+                raise request.error
+            if request.is_finished:
+                raise StopIteration
+            try:
+                self.engine.step()
+            except BaseException:
+                self.close()
+                raise
+        return request.chunks.pop(0)
+
+    def close(self) -> None:
+        self.engine.abort(self.request.id)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at exit, what it would end may be gone already
+            self.close()
 
 
 class VllmEngine:
@@ -70,11 +107,8 @@ class VllmEngine:
         self, url: str, *, model: str | None = None, api_key: str | None = None, silence: float = SILENCE_SECONDS
     ) -> None:
         self.url, self.api_key, self.silence = url.rstrip("/").removesuffix("/v1"), api_key, silence
-        where = urlsplit(self.url)
-        if where.scheme not in ("http", "https") or not where.hostname:
-            raise OptionError(f"the server's address is {url!r}; give one like http://127.0.0.1:8000")
-        self._where = where
-        named = [entry["id"] for entry in self._asked("GET", "/v1/models")["data"]]
+        self._where = _address(self.url)
+        named = _models(self.url, self._asked("GET", "/v1/models"))
         self.model = model or named[0]
         if self.model not in named:
             raise OptionError(f"{self.url} has no model {self.model!r}; it has {', '.join(named)}")
@@ -82,6 +116,9 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._events: queue.Queue[tuple[_Request, Chunk]] = queue.Queue()
         self._stats = SpecStats()
+        self._tells = False  # each request's counts come with its answer
+        self._before: Snapshot | None = None  # else: the counters when it was idle, and the requests since then
+        self._since: list[_Request] = []
         self._is_chatty: bool | None = None
 
     # the Engine protocol
@@ -97,10 +134,10 @@ class VllmEngine:
         if not prompt:
             raise PromptError("the prompt is empty; give at least one token")
         path, body = self._body(prompt, sampling)
-        request = _Request(uuid.uuid4().hex, sampling, path, body, Timings(arrival=time.perf_counter()))
         if not self._requests:
-            with contextlib.suppress(FlashSpecError):
-                request.before = Snapshot.read(self.url)
+            self._since, self._before = [], None if self._tells else self._snapshot()
+        request = _Request(uuid.uuid4().hex, sampling, path, body, Timings(arrival=time.perf_counter()))
+        self._since.append(request)
         self._requests[request.id] = request
         threading.Thread(target=self._run, args=(request,), daemon=True).start()
         return request.id
@@ -144,14 +181,12 @@ class VllmEngine:
 
     # whole requests
 
-    def chunks(self, request_id: str) -> Generator[Chunk, None, None]:
+    def chunks(self, request_id: str) -> Stream:
         """The chunks of a request that was just added; closing the iterator aborts it."""
-        request = self._requests[request_id]
-        request.is_streamed = True
-        return self._chunks(request)
+        return Stream(self, self._requests[request_id])
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Chunk, None, None]:
-        """Chunks of one request as they come."""
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
+        """Chunks of one request as they come. Several streams may be read in turns."""
         return self.chunks(self.add(prompt, sampling))
 
     def progress(self, request_id: str) -> tuple[SpecStats, Timings]:
@@ -159,32 +194,39 @@ class VllmEngine:
         request = self._requests[request_id]
         return request.stats, request.timings
 
+    @overload
+    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(self, prompts: list[dict[str, str]], sampling: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(self, prompts: list[int], sampling: SamplingParams | None = None) -> Result: ...
+    @overload
     def generate(
-        self, prompts: Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> list[Result]:
-        """Finished results, all requests at once."""
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        names = [self.add(*pair) for pair in zip(prompts, each, strict=True)]
-        requests = [self._requests[name] for name in names]
-        readers = [self.chunks(name) for name in names]
-        try:
-            return [_result(request, list(reader)) for request, reader in zip(requests, readers, strict=True)]
-        finally:
-            for name in names:
-                self.abort(name)
+        self,
+        prompts: list[str] | list[list[dict[str, str]]] | list[list[int]],
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[Result]: ...
 
-    def _chunks(self, request: _Request) -> Generator[Chunk, None, None]:
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Result | list[Result]:
+        """Finished results, all requests at once: one for a text, a conversation or a list of ids, else a list."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict | int)):
+            return self._finished([prompts], [sampling])[0]  # type: ignore[list-item]
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise OptionError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
+        return self._finished(list(prompts), each)  # type: ignore[arg-type]
+
+    def _finished(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
+        streams: list[Stream] = []
         try:
-            while True:
-                while request.chunks:
-                    yield request.chunks.pop(0)
-                if request.error is not None:
-                    raise request.error
-                if request.is_finished:
-                    return
-                self.step()
+            for pair in zip(prompts, sampling, strict=True):
+                streams.append(self.stream(*pair))
+            return [_result(stream.request, list(stream)) for stream in streams]
         finally:
-            self.abort(request.id)
+            for stream in streams:
+                stream.close()
 
     # requests and their streams
 
@@ -193,7 +235,9 @@ class VllmEngine:
         body |= sampling_body(sampling)
         if isinstance(prompt, list) and isinstance(prompt[0], dict):
             if sampling.logprobs is not None:
-                body |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+                # vLLM counts the token itself, likely or not: one more, to have all of the likeliest
+                more = 0 < sampling.logprobs < MOST_LOGPROBS
+                body |= {"logprobs": True, "top_logprobs": sampling.logprobs + more}
             return "/v1/chat/completions", {**body, "messages": prompt, "return_token_ids": True}
         if sampling.logprobs is not None:
             body["logprobs"] = sampling.logprobs
@@ -202,28 +246,28 @@ class VllmEngine:
     def _run(self, request: _Request) -> None:
         """In a thread of the request's own: read its stream and queue what comes."""
         try:
-            response = self._sent(request)
-            for piece in _pieces(response):
-                if (chunk := self._chunk(request, piece)) is not None:
-                    self._events.put((request, chunk))
-            if request.is_finished:
-                return
-            raise EngineLostError(f"the server at {self.url} ended in mid-stream; its log may say why")
+            with contextlib.closing(self._connection()) as connection, self._sent(request, connection) as response:
+                for piece in _pieces(response):
+                    if (chunk := self._chunk(request, piece)) is not None:
+                        self._events.put((request, chunk))
+            self._events.put((request, self._last(request)))
         except FlashSpecError as error:
             self._fail(request, error)
         except TimeoutError:
             self._fail(request, EngineLostError(f"{self.url} has said nothing for {self.silence:g} s; is it hung?"))
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException) as error:
             self._fail(request, EngineLostError(f"the connection to {self.url} was lost ({error or type(error)})"))
-        finally:
-            _hang_up(request)
+        except Exception as error:  # who waits for it must hear of it, whatever it is
+            what = f"{type(error).__name__}: {error}"
+            self._fail(request, EngineLostError(f"what {self.url} answers cannot be understood ({what})"))
 
     def _fail(self, request: _Request, error: FlashSpecError) -> None:
-        if not request.is_finished:  # else it was aborted, which is how that looks from here
-            self._events.put((request, Chunk(request.id, [], [], [], "abort", error=error)))
+        self._events.put((request, Chunk(request.id, [], [], [], "abort", error=error)))
 
-    def _sent(self, request: _Request) -> http.client.HTTPResponse:
-        connection = request.connection = self._connection()
+    def _sent(self, request: _Request, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        request.sock = connection.sock
+        if request.is_finished:  # aborted when there was nothing to hang up yet
+            raise EngineLostError("the request was aborted")
         connection.request("POST", self._where.path + request.path, json.dumps(request.body).encode(), self._headers())
         response = connection.getresponse()
         if response.status != 200:
@@ -231,32 +275,32 @@ class VllmEngine:
         return response
 
     def _chunk(self, request: _Request, piece: dict[str, Any]) -> Chunk | None:
-        """What an event adds; the one without choices ends the request with its counts."""
+        """What an event adds."""
         if "error" in piece:
-            raise EngineLostError(f"{self.url}: {piece['error'].get('message', piece['error'])}")
-        if request.timings.started == 0:
-            request.timings.started = time.perf_counter()
-        request.body["usage"] = piece.get("usage") or request.body.get("usage")
-        request.body["metrics"] = piece.get("metrics") or request.body.get("metrics")
-        chunks = [_of_choice(request, choice) for choice in piece["choices"]]
-        if not piece["choices"] and piece.get("usage"):
-            request.is_finished = True
-            reason = request.body.get("finish_reason", "stop")
-            if reason not in REASONS:
-                raise EngineLostError(f"the server at {self.url} ended the request ({reason}); its text is cut")
-            return Chunk(request.id, [], [], [], REASONS[reason])
-        return next((chunk for chunk in chunks if chunk is not None), None)
+            raise EngineLostError(f"{self.url}: {_said(piece)}")
+        request.usage = piece.get("usage") or request.usage
+        request.metrics = piece.get("metrics") or request.metrics
+        now, timings = time.perf_counter(), request.timings
+        timings.started = timings.started or now
+        chunks = [_of_choice(request, choice) for choice in piece.get("choices") or ()]
+        chunk = next((chunk for chunk in chunks if chunk is not None), None)
+        if chunk is not None:
+            timings.first_token, timings.last_token = timings.first_token or now, now
+        return chunk
+
+    def _last(self, request: _Request) -> Chunk:
+        """The end of a stream."""
+        if request.reason is None:
+            raise EngineLostError(f"the server at {self.url} ended in mid-stream; its log may say why")
+        if request.reason not in REASONS:
+            raise EngineLostError(f"the server at {self.url} cut the text off ({request.reason}); is it shutting down?")
+        return Chunk(request.id, [], [], [], REASONS[request.reason])
 
     def _take(self, request: _Request, chunk: Chunk) -> bool:
         """Count a chunk and hand it to its reader; False for one that nobody waits for."""
         if self._requests.get(request.id) is not request:
             return False
-        now = time.perf_counter()
-        timings = request.timings
-        if chunk.tokens or chunk.pieces:
-            timings.first_token = timings.first_token or now
-            timings.last_token = now
-        timings.num_output_tokens += len(chunk.tokens)
+        request.timings.num_output_tokens += len(chunk.tokens)
         if chunk.finish_reason is not None:
             request.is_finished, request.error = True, chunk.error  # type: ignore[assignment]
             self._requests.pop(request.id)
@@ -266,19 +310,32 @@ class VllmEngine:
         return True
 
     def _count(self, request: _Request) -> None:
-        """The request's counts: as the server tells them, else the difference of its counters."""
-        usage = request.body.get("usage") or {}
-        request.timings.num_output_tokens = usage.get("completion_tokens") or request.timings.num_output_tokens
-        details = usage.get("prompt_tokens_details") or {}
-        request.timings.num_cached_tokens = details.get("cached_tokens") or 0
-        told = (request.body.get("metrics") or {}).get("speculative_decoding")
+        """A request has ended: its counts as the server tells them, else the difference of its counters."""
+        timings, usage = request.timings, request.usage
+        timings.num_output_tokens = usage.get("completion_tokens") or timings.num_output_tokens
+        timings.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        told = request.metrics.get("speculative_decoding")
+        self._tells = self._tells or bool(told)
         if told:
             merge_told(request.stats, told)
-        elif request.before is not None and not self._requests:
-            with contextlib.suppress(FlashSpecError):
-                request.stats.merge(difference(request.before, Snapshot.read(self.url)))
-        request.stats.num_emitted_tokens = request.timings.num_output_tokens
+        request.stats.num_emitted_tokens = timings.num_output_tokens
         self._stats.merge(request.stats)
+        if not self._requests and not self._tells and self._before and (after := self._snapshot()):
+            self._attribute(difference(self._before, after))
+
+    def _attribute(self, counts: SpecStats) -> None:
+        """Counts of all requests since the engine was idle: one request's if it was alone, else of the engine only."""
+        counts.num_emitted_tokens = 0  # which every answer tells
+        if counts.num_drafts < 0:
+            return  # the server was started anew in between
+        self._stats.merge(counts)
+        if len(self._since) == 1:
+            self._since[0].stats.merge(counts)
+
+    def _snapshot(self) -> Snapshot | None:
+        with contextlib.suppress(FlashSpecError):
+            return Snapshot.read(self.url)
+        return None
 
     # HTTP
 
@@ -319,19 +376,17 @@ class VllmEngine:
 
 
 def sampling_body(sampling: SamplingParams) -> dict[str, Any]:
-    """SamplingParams as vLLM's API names them; what is at its default is left out.
+    """SamplingParams as vLLM's API names them.
 
     Raises:
         OptionError: what that API does not have.
     """
     if sampling.bad_tokens:
         raise OptionError("bad_tokens cannot be sent to vLLM, which bans words, not ids; use logit_bias of -100")
-    body: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+    # always, for what is left out is as the model's generation_config.json says
+    body = {name: getattr(sampling, name) for name in ALWAYS_SENT}
     neutral = SamplingParams()
-    for name in (
-        "top_p", "min_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
-        "ignore_eos",
-    ):  # fmt: skip
+    for name in ("seed", "min_tokens", "ignore_eos"):
         if (value := getattr(sampling, name)) != getattr(neutral, name):
             body[name] = value
     if sampling.stop:
@@ -365,14 +420,13 @@ def merge_told(stats: SpecStats, told: dict[str, Any]) -> None:
 
 
 def _of_choice(request: _Request, choice: dict[str, Any]) -> Chunk | None:
-    text = choice.get("delta", {}).get("content") or choice.get("text") or ""
+    text = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
     tokens = choice.get("token_ids") or []
-    if choice.get("finish_reason"):
-        request.body["finish_reason"] = choice["finish_reason"]
+    request.reason = choice.get("finish_reason") or request.reason
     if not text and not tokens:
         return None
-    kinds: list[TokenKind] = ["recovered" if i == len(tokens) - 1 else "accepted" for i in range(len(tokens))]
     pieces = [text, *[""] * (len(tokens) - 1)]
+    kinds: list[TokenKind] = [*["accepted"] * (len(pieces) - 1), "recovered"]  # type: ignore[list-item]
     return Chunk(request.id, list(tokens), pieces, kinds, None, _logprobs(request.sampling, choice.get("logprobs")))
 
 
@@ -380,20 +434,28 @@ def _logprobs(sampling: SamplingParams, told: dict[str, Any] | None) -> list[Tok
     """From either endpoint's format, with tokens named by their ids."""
     if sampling.logprobs is None or not told:
         return None
+    count = sampling.logprobs
     if "content" in told:
         return [
-            TokenLogprob(
-                _id(entry["token"]),
+            _logprob(
+                entry["token"],
                 entry["logprob"],
-                [(_id(other["token"]), other["logprob"]) for other in entry["top_logprobs"]],
+                [(top["token"], top["logprob"]) for top in entry["top_logprobs"]],
+                count,
             )
             for entry in told["content"] or []
         ]
-    tops = told.get("top_logprobs") or [{}] * len(told["tokens"])
+    tops = told.get("top_logprobs") or [None] * len(told["tokens"])
     return [
-        TokenLogprob(_id(token), logprob, [(_id(name), value) for name, value in (top or {}).items()])
+        _logprob(token, logprob, list((top or {}).items()), count)
         for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=True)
     ]
+
+
+def _logprob(token: str, logprob: float, tops: list[tuple[str, float]], count: int) -> TokenLogprob:
+    """The likeliest first; vLLM lists the token itself before them, and beyond their number."""
+    likeliest = sorted(tops, key=lambda top: -top[1])[:count]
+    return TokenLogprob(_id(token), logprob, [(_id(name), value) for name, value in likeliest])
 
 
 def _id(name: str) -> int:
@@ -414,9 +476,8 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _refusal(url: str, status: int, text: bytes) -> FlashSpecError:
     """A server's no as an error of ours, in its words."""
     try:
-        told = json.loads(text)
-        message = str(told.get("error", told).get("message") or told)
-    except (ValueError, AttributeError):
+        message = _said(json.loads(text))
+    except ValueError:
         message = text.decode("utf-8", "replace")[:300]
     if status in (401, 403):
         return OptionError(f"{url} refuses the API key ({message}); give it with --api-key")
@@ -428,12 +489,37 @@ def _refusal(url: str, status: int, text: bytes) -> FlashSpecError:
     return kind(f"{url}: {message} ({status})")
 
 
+def _said(told: Any) -> str:
+    """The message in an error's body, whoever wrote it."""
+    error = told.get("error", told) if isinstance(told, dict) else told
+    return str(error.get("message") or error if isinstance(error, dict) else error)[:1000]
+
+
 def _hang_up(request: _Request) -> None:
-    connection = request.connection
-    if connection is not None:
-        with contextlib.suppress(OSError, AttributeError):  # wakes a reader in another thread
-            connection.sock.shutdown(socket.SHUT_RDWR)
-        connection.close()
+    """Wake its thread, which closes the connection."""
+    if request.sock is not None:
+        with contextlib.suppress(OSError):  # it is closed already
+            request.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _address(url: str) -> SplitResult:
+    try:
+        where = urlsplit(url)
+        if where.scheme in ("http", "https") and where.hostname and where.port != 0:
+            return where
+    except ValueError:  # of a port that is none
+        pass
+    raise OptionError(f"the server's address is {url!r}; give one like http://127.0.0.1:8000")
+
+
+def _models(url: str, answer: Any) -> list[str]:
+    try:
+        named = [str(entry["id"]) for entry in answer["data"]]
+    except (TypeError, KeyError):
+        named = []
+    if not named:
+        raise OptionError(f"{url}/v1/models names no model; is it a vLLM or FlashSpec server?")
+    return named
 
 
 def _result(request: _Request, chunks: list[Chunk]) -> Result:

@@ -118,9 +118,9 @@ def process_of(options: Options, say: Progress, *, ready_seconds: float, log: Pa
 
 
 def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> tuple[ServerProcess, str]:
-    """A vLLM for a private port, not started yet, and what it calls the model; the key is asked for in front of it."""
+    """A vLLM for a private port, not started yet, and what it calls the model."""
     program = executable()
-    own = prepared(replace(options, host="127.0.0.1", port=free_port(), api_key=None), say)
+    own = prepared(replace(options, host="127.0.0.1", port=free_port()), say)
     made = command(own, installed_version(program), executable=program)
     for note in made.notes:
         say(note)

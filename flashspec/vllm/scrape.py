@@ -36,24 +36,24 @@ class Snapshot:
         Raises:
             OptionError: it is neither vLLM's nor ours.
         """
-        samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-        prefix = ""
+        by_prefix: dict[str, dict[str, list[tuple[dict[str, str], float]]]] = {}
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     found = next((each for each in PREFIXES if sample.name.startswith(each)), None)
                     if found is not None:
-                        prefix = prefix or found
-                        if not math.isfinite(sample.value):
-                            continue
-                        samples.setdefault(sample.name.removeprefix(found), []).append((sample.labels, sample.value))
+                        samples = by_prefix.setdefault(found, {})
+                        if math.isfinite(sample.value):
+                            name = sample.name.removeprefix(found)
+                            samples.setdefault(name, []).append((sample.labels, sample.value))
         except ValueError as error:
             raise OptionError(
                 f"these are no Prometheus metrics ({str(error)[:80]}); give the address of a server"
             ) from error
-        if not prefix:
+        prefix = next((each for each in PREFIXES if each in by_prefix), None)  # our proxy has both, of the same things
+        if prefix is None:
             raise OptionError("no metrics of vLLM or FlashSpec are there; give the address of one of their servers")
-        return cls(time.monotonic() if taken is None else taken, samples, prefix)
+        return cls(time.monotonic() if taken is None else taken, by_prefix[prefix], prefix)
 
     @classmethod
     def read(cls, url: str, *, timeout: float = 5.0, api_key: str | None = None) -> Snapshot:

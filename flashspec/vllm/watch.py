@@ -221,7 +221,7 @@ class _Growth:
             for name in after.samples
             if name in GROWING or name.endswith("_created")
             for labels, old, new in self._pairs(name)
-            if old is not None and (False or (name.endswith("_created") and new != old))
+            if old is not None and (new < old or (name.endswith("_created") and new != old))
         }
 
     def total(self, names: tuple[str, ...]) -> float | None:
