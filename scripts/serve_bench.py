@@ -151,6 +151,34 @@ async def clients(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+async def servers(options: argparse.Namespace) -> dict[str, Any]:
+    """Aggregate tokens a second of several servers of one model, in turns, at each number of clients."""
+    prompts = conversations(options.prompts, options.limit)
+    found: dict[str, Any] = {}
+    texts: dict[str, dict[int, str]] = {url: {} for url in options.urls}
+    for count in options.clients:
+        asked = (prompts * (2 * count // len(prompts) + 1))[: max(2 * count, len(prompts))]
+        rates: dict[str, list[float]] = {url: [] for url in options.urls}
+        for turn in range(options.repeat):
+            for url in options.urls[:: 1 - 2 * (turn % 2)]:  # forwards, then backwards
+                bodies = [body(options, messages) for messages in asked]
+                for each in bodies:
+                    del each["speculative"]  # ours alone
+                seconds, replies = await crowd(url, bodies, count)
+                assert all(reply.is_whole for reply in replies), [r.error for r in replies if not r.is_whole]
+                rates[url].append(sum(reply.usage["completion_tokens"] for reply in replies) / seconds)
+                if count == 1:
+                    texts[url] = dict(enumerate(reply.text for reply in replies))
+        found[str(count)] = {url: statistics.median(rates[url]) for url in options.urls}
+        print(f"{count:3} clients: " + ", ".join(f"{url} {statistics.median(rates[url]):.1f} tokens/s "
+              f"({', '.join(f'{rate:.1f}' for rate in rates[url])})" for url in options.urls), flush=True)  # fmt: skip
+    first = texts[options.urls[0]]
+    for url in options.urls[1:]:
+        same = sum(first[number] == text for number, text in texts[url].items())
+        print(f"{url}: {same} of {len(first)} texts equal those of {options.urls[0]}")
+    return found
+
+
 async def turn(options: argparse.Namespace) -> dict[str, Any]:
     """Time to first token of a conversation's second turn against the same one cold."""
     text = "the river valley was quiet and its people kept long records of every harvest flood and winter"
@@ -266,8 +294,9 @@ def one(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("clients", "turn", "load", "overhead", "one"))
+    parser.add_argument("what", choices=("clients", "servers", "turn", "load", "overhead", "one"))
     parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--urls", nargs="+", default=[], help="of servers")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[])
     parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
@@ -285,7 +314,7 @@ def main() -> None:
     if options.what == "overhead":
         print(json.dumps({"overhead": overhead(options)}))
         return
-    result = asyncio.run({"clients": clients, "turn": turn, "load": load}[options.what](options))
+    result = asyncio.run({"clients": clients, "servers": servers, "turn": turn, "load": load}[options.what](options))
     print(json.dumps({options.what: result}))
 
 
