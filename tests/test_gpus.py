@@ -252,6 +252,12 @@ def test_drafts_get_shorter_as_the_batch_grows() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_a_gain_that_nobody_would_notice_is_none() -> None:
+    flat = CostCurve(((1, 1.0),))
+    assert list(draft_lengths(constant(0.06, flat, longest=1), 2)) == [1, 1]
+    assert list(draft_lengths(constant(0.04, flat, longest=1), 2)) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("lengths", "ranges", "first"),
     [

@@ -523,6 +523,18 @@ def test_a_server_that_goes_away_and_comes_back(
     assert answers[4]["whole"]["restarts"] == 1
 
 
+def test_what_was_a_server_once_is_waited_for(
+    run: Run, serve: Callable[..., Server], looks: Callable[..., None]
+) -> None:
+    looks(*[None] * 4)
+    ran = run(serve(grown(5), grown(6), 404, "<!doctype html>", grown(7)).url, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    assert [answer["up"] for answer in answers] == [True, False, False, True]
+    assert "answers 404" in answers[1]["error"]
+    assert answers[3]["whole"]["tokens"] == 20
+
+
 def test_a_server_that_ends_and_one_that_is_not_there_yet(
     run: Run, serve: Callable[..., Server], looks: Callable[..., None]
 ) -> None:

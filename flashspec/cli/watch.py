@@ -75,7 +75,7 @@ def _address(url: str) -> str:
     try:
         parts = urlsplit(text)
         _ = parts.port  # raises ValueError where it is no number
-        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and True
+        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
     except ValueError:
         is_sound = False
     if not is_sound or parts.query or not text.isascii() or any(not char.isprintable() or char == " " for char in text):
