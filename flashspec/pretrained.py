@@ -134,7 +134,7 @@ def _prepared(
 
     layers: dict[str, int] = {}
     is_float32 = network.device.type == "cpu" and network.dtype is torch.float32
-    if is_draft and pack and is_float32:
+    if pack and is_float32:  # the same arithmetic with fewer calls and larger layers, which are read faster
         layers |= make_lean(network)
     if cheaper != _Cheaper():
         say(f"making {name} cheaper")
