@@ -138,9 +138,18 @@ def _rising(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 
 def measured(
-    target: Target, identity: dict[str, Any], folder: Path, *, max_rows: int = 1, widths: Seq[int] = WIDTHS
+    target: Target,
+    identity: dict[str, Any],
+    folder: Path,
+    *,
+    max_rows: int = 1,
+    widths: Seq[int] = WIDTHS,
+    begin: Callable[[], object] = lambda: None,
 ) -> CostCurve:
     """The curve kept for this identity (model, dtype, device, threads, versions, ...), or a new one, kept.
+
+    Args:
+        begin: called before anything is measured.
 
     A file that cannot be read, or that holds another identity, is ignored with a warning and written anew.
     """
@@ -149,6 +158,7 @@ def measured(
     file = folder / f"{digest[:32]}.json"
     curve = _read(file, identity)
     if curve is None:
+        begin()
         curve = measure(target, max_rows=max_rows, widths=widths)
         _write(file, identity, curve)
     return curve

@@ -669,7 +669,7 @@ class LocalEngine:
         if drafter == "none" or drafter is None:
             return None, 0 if drafter == "none" else length
         if drafter not in self.drafters:
-            raise OptionError(f"drafter {drafter!r} is not loaded here; there is {', '.join(['none', *self.drafters])}")
+            raise OptionError(f"drafter is {drafter!r}; loaded here are {', '.join(['none', *self.drafters])}")
         return (None if self.drafter is None or drafter == self.drafter.name else drafter), length
 
     def check(self, sampling: SamplingParams, *, drafter: str | None = None) -> None:

@@ -300,9 +300,13 @@ def cost_curve(
 ) -> CostCurve:
     """Seconds of a model's forwards on this machine, measured once and kept in the cache folder."""
     widths = costs.DRAFT_WIDTHS if is_draft else costs.WIDTHS if max_rows == 1 else costs.BATCHED_WIDTHS
-    if progress is not None:
-        progress(f"measuring what a step of {loaded.name} costs (kept for the next time)")
-    return costs.measured(loaded.target, loaded.identity, cache_folder() / "costs", max_rows=max_rows, widths=widths)
+
+    def begin() -> None:
+        if progress is not None:
+            progress(f"measuring what a step of {loaded.name} costs (kept for the next time)")
+
+    folder = cache_folder() / "costs"
+    return costs.measured(loaded.target, loaded.identity, folder, max_rows=max_rows, widths=widths, begin=begin)
 
 
 def choose_drafter(

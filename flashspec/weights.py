@@ -45,6 +45,8 @@ def cache_folder() -> Path:
 
 def source_of(model: str | os.PathLike[str] | None, say: Progress) -> str:
     """A folder or hub name that ``from_pretrained`` takes."""
+    if model is not None and not str(model).strip():
+        raise ModelError("the model's name is empty; give a folder, a .gguf file or a hub name, or leave --model out")
     try:
         return _found(model, say)
     except (OSError, RuntimeError, ValueError, TypeError) as error:  # names no file system takes, folders it hides

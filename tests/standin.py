@@ -27,6 +27,7 @@ from typing import Any
 
 FAULTS = {name for name in os.environ.get("STANDIN_FAULT", "").split(",") if name}
 STEP = float(os.environ.get("STANDIN_STEP", "0.002"))  # seconds between two chunks
+SLOW = 0.1  # seconds more, for a request that is to be slow
 BEFORE_FAULT = 3  # chunks
 EOS, VOCAB = 2, 500
 BOUNDS = ("0.01", "0.1", "1.0", "+Inf")
@@ -96,6 +97,10 @@ class Metrics:
     def add(self, name: str, value: float = 1) -> None:
         with self.lock:
             self.counts[name] = self.counts.get(name, 0) + value
+
+    def run(self, more: int) -> None:
+        with self.lock:
+            self.running += more
 
     def page(self) -> str:
         with self.lock:
@@ -197,7 +202,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def post(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)))
+        data = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            raise ServerError(400, f"JSON decode error: {error}") from error
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.answer(404, {"detail": "Not Found"})
             return
@@ -260,6 +269,7 @@ class Output:
         for number, accepted in enumerate(self.accepted):
             self.fail(number, is_gone)
             if self.reason == "abort":
+                yield self.chunk("", [], "abort")
                 break
             time.sleep(STEP)
             if is_gone():
@@ -292,12 +302,12 @@ class Output:
             self.tokens, self.reason = self.tokens[: self.shown], "abort"
         if number == BEFORE_FAULT and self.has("die-mid-stream"):
             os.kill(os.getpid(), signal.SIGKILL)
-        while (number == BEFORE_FAULT and self.has("hang-mid-stream")) or self.has("slow"):
-            time.sleep(0.02)
+        pause = 1e6 if number == BEFORE_FAULT and self.has("hang-mid-stream") else SLOW if self.has("slow") else 0.0
+        until = time.monotonic() + pause
+        while time.monotonic() < until and not self.server.is_ending:
+            time.sleep(0.01)
             if is_gone():
                 raise GoneError
-            if self.has("slow") and number:
-                break
 
     def has(self, fault: str) -> bool:
         return fault in FAULTS or f"[{fault}]".encode() in bytes(token % 256 for token in self.prompt)
@@ -390,11 +400,11 @@ class Server(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def counted(self) -> Any:
-        self.metrics.running += 1
+        self.metrics.run(1)
         try:
             yield
         finally:
-            self.metrics.running -= 1
+            self.metrics.run(-1)
 
     def check(self, body: dict[str, Any]) -> None:
         """Raise what vLLM answers to a request that it cannot serve."""

@@ -24,7 +24,14 @@ from flashspec.weights import default_model
 
 ROOT = Path(flashspec.__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]
-SHOWING_COMMANDS = ["README.md", "docs/measuring.md", "docs/drafters.md", "docs/heads.md", "docs/serving.md", "docs/vllm.md"]
+SHOWING_COMMANDS = [
+    "README.md",
+    "docs/measuring.md",
+    "docs/drafters.md",
+    "docs/heads.md",
+    "docs/serving.md",
+    "docs/vllm.md",
+]
 REPLACED = {"--model", "--draft"}  # models that tests do not have: the default one stands in
 
 

@@ -596,7 +596,6 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
     "bias of a word": (body(logit_bias={"a": 1}), 400, "invalid_value"),
     "too much bias": (body(logit_bias={"5": 1000}), 400, "invalid_value"),
     "an unknown model": (body(model="gpt-5"), 404, "model_not_found"),
-    "no model": ({"prompt": "a"}, 400, "invalid_value"),
     "no prompt": ({"model": "tiny"}, 400, "invalid_value"),
     "an empty prompt": (body(prompt=""), 400, "invalid_value"),
     "no prompts": (body(prompt=[]), 400, "invalid_value"),
@@ -1331,3 +1330,15 @@ def test_ids_are_told_to_who_asks(server: Server) -> None:
     assert [token for piece in pieces for token in piece.get("token_ids", [])] == whole["token_ids"]
     allowed = server.complete("hello there", **{**asked, "allowed_token_ids": [5, 7]}).json["choices"][0]
     assert set(allowed["token_ids"]) <= {5, 7}
+
+
+def test_the_model_may_be_left_out_and_json_has_to_say_so(server: Server) -> None:
+    asked = {"prompt": "hello", "max_tokens": 2, "temperature": 0}
+    assert server.request("POST", "/v1/completions", asked).status == 200
+    data = json.dumps(asked).encode()
+    refused = server.request("POST", "/v1/completions", data, {"Content-Type": "text/plain"})
+    assert (refused.status, refused.error["code"]) == (400, "invalid_content_type")
+    for more in ({"stream_options": {"include_usage": True}}, {"speculative": {"include_tokens": True}}):
+        assert server.request("POST", "/v1/completions", {**asked, **more}).status == 400
+    both = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "max_completion_tokens": 5}
+    assert server.request("POST", "/v1/chat/completions", both).error["param"] == "max_tokens"

@@ -578,9 +578,7 @@ def real_cases() -> dict[str, tuple[tuple[str, ...], bool]]:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    not PYTHON.exists(), reason="FLASHSPEC_VLLM names no vLLM (scripts/setup_vllm_cpu)"
-)
+@pytest.mark.skipif(not PYTHON.exists(), reason="FLASHSPEC_VLLM names no vLLM (scripts/setup_vllm_cpu)")
 def test_the_real_vllm_understands_every_command() -> None:
     if not (MODELS / "smollm2").exists():
         pytest.skip("no SmolLM2 folder; examples/get_models.py makes one")

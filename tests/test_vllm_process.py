@@ -23,9 +23,11 @@ from vllm_process import (
     is_alive,
     needs_vllm,
     none_alive,
+    nothing_left,
     real,
     running,
     seen,
+    server_pid,
     standin,
     told_pids,
     wait_until,
@@ -35,6 +37,7 @@ from flashspec.errors import EngineStartError, OptionError
 from flashspec.vllm import process as module
 from flashspec.vllm.process import ServerProcess, is_healthy
 
+pytestmark = pytest.mark.usefixtures(nothing_left.__name__)
 SLACK = 2.0  # seconds beyond the grace in which all must be gone
 # A user of ours: starts a server, says so, and waits; with "fork" a copy of it holds the same pipe.
 USER = """
@@ -157,7 +160,7 @@ def test_another_server_on_its_port_is_not_taken_for_it(tmp_path: Path, monkeypa
 
 def test_no_such_program(tmp_path: Path) -> None:
     process = ServerProcess([str(tmp_path / "vllm"), "serve"], url="http://127.0.0.1:9", log=tmp_path / "log")
-    with pytest.raises(OptionError, match="there is no program .*vllm; install it"):
+    with pytest.raises(OptionError, match=r"there is no program .*vllm; install it"):
         process.start()
 
 
@@ -237,7 +240,7 @@ def test_its_workers_do_not_outlive_it(tmp_path: Path) -> None:
     process.start()
     wait_until(lambda: len(told_pids(process.log)) == 2)
     pids = group_of(process.log)
-    os.kill(told_pids(process.log)[0], signal.SIGKILL)
+    os.kill(server_pid(process), signal.SIGKILL)
     wait_until(lambda: process.poll() is not None)
     assert process.poll() == 128 + signal.SIGKILL
     assert none_alive(pids)
@@ -269,7 +272,7 @@ def test_nothing_is_left_when_we_are_killed(tmp_path: Path, how: str) -> None:
 def test_it_can_be_started_again(tmp_path: Path) -> None:
     process = standin(tmp_path)
     with running(process):
-        os.kill(told_pids(process.log)[0], signal.SIGKILL)
+        os.kill(server_pid(process), signal.SIGKILL)
         wait_until(lambda: process.poll() is not None)
         process.start()
         assert is_healthy(process.url)

@@ -23,9 +23,11 @@ MODEL = "m"
 K = 4
 NGRAM = ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4}))
 TOLD = ("--per-request-spec-decode-metrics", "summary")
-REAL = os.environ.get("FLASHSPEC_VLLM")
+_NAMED = os.environ.get("FLASHSPEC_VLLM")
+REAL = str(Path(_NAMED, "bin", "vllm")) if _NAMED and Path(_NAMED).is_dir() else _NAMED  # its folder, or itself
 REAL_MODEL = Path.home() / ".cache" / "flashspec-models" / "smollm2"
 REAL_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+_made: list[ServerProcess] = []
 needs_vllm = pytest.mark.skipif(REAL is None, reason="FLASHSPEC_VLLM names no vllm")
 
 
@@ -36,7 +38,9 @@ def standin(
     port = port or free_port()
     words = [sys.executable, "-S", STANDIN, "serve", MODEL, "--host", "127.0.0.1", "--port", str(port), *options]
     given: dict[str, Any] = {"log": folder / f"standin-{port}.log", "ready_seconds": 30.0, "grace": 2.0} | more
-    return ServerProcess(words, url=f"http://127.0.0.1:{port}", env={"STANDIN_FAULT": fault} | (env or {}), **given)
+    return _kept(
+        ServerProcess(words, url=f"http://127.0.0.1:{port}", env={"STANDIN_FAULT": fault} | (env or {}), **given)
+    )
 
 
 def real(folder: Path, *options: str, **more: Any) -> ServerProcess:
@@ -46,7 +50,21 @@ def real(folder: Path, *options: str, **more: Any) -> ServerProcess:
         "--max-model-len", "1024", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4", *options,
     ]  # fmt: skip
     given: dict[str, Any] = {"log": folder / f"vllm-{port}.log", "ready_seconds": 300.0} | more
-    return ServerProcess(words, url=f"http://127.0.0.1:{port}", env=REAL_ENV, **given)
+    return _kept(ServerProcess(words, url=f"http://127.0.0.1:{port}", env=REAL_ENV, **given))
+
+
+def _kept(process: ServerProcess) -> ServerProcess:
+    _made.append(process)
+    return process
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """A failed test's servers do not disturb the next one."""
+    count = len(_made)
+    yield
+    while len(_made) > count:
+        _made.pop().kill()
 
 
 @contextmanager
@@ -56,6 +74,12 @@ def running(process: ServerProcess) -> Iterator[ServerProcess]:
         yield process
     finally:
         process.kill()
+
+
+def server_pid(process: ServerProcess) -> int:
+    """The newest one's."""
+    found = re.findall(r"standin pid=(\d+)", process.log.read_text(encoding="utf-8"))
+    return int(found[-1])
 
 
 def told_pids(log: Path) -> list[int]:

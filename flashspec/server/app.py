@@ -96,13 +96,16 @@ class Service:
         Raises:
             ApiError, FlashSpecError: what is wrong with the request.
         """
-        if body.model != self.settings.model_name:
+        if body.model not in (None, self.settings.model_name):
             raise ApiError(
                 404, f"the model {body.model!r} does not exist; this server has {self.settings.model_name!r}",
                 param="model", code="model_not_found",
             )  # fmt: skip
         if self._preparing is None:
             self._preparing = anyio.CapacityLimiter(PREPARING)
+        if not body.stream and (body.stream_options is not None or (body.speculative or Speculative()).include_tokens):
+            name = "stream_options" if body.stream_options is not None else "speculative.include_tokens"
+            raise ApiError(400, f"{name} is for streams; add stream: true", param=name, code="invalid_value")
         count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
         if count > self.worker.num_places:
             raise ApiError(
@@ -119,6 +122,11 @@ class Service:
         tools = chosen(body)
         prompt = self._conversation(body.messages, tools)
         asked = grammar(body, tools) if tools else grammar_of(body.response_format)
+        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+            raise ApiError(
+                400, f"max_tokens is {body.max_tokens}, max_completion_tokens {body.max_completion_tokens}; give one",
+                param="max_tokens", code="invalid_value",
+            )  # fmt: skip
         if tools and body.response_format is not None and body.response_format.type != "text":
             raise ApiError(400, "tools and response_format cannot be combined", param="response_format", code="invalid")
         more = {"logprobs": body.num_logprobs(), "grammar": asked}

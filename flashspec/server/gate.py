@@ -60,6 +60,7 @@ class Gate:
         try:
             self._check_key(scope, headers)
             body = await self._body(receive, headers) if scope["method"] in ("POST", "PUT", "PATCH") else None
+            self._check_kind(scope, headers)
             await self.app(scope, receive if body is None else _replayed(body, receive), reply.send)
         except ApiError as error:
             await reply.fail(error)
@@ -81,6 +82,17 @@ class Gate:
                 401, f"{what}; send it as Authorization: Bearer KEY", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
+
+    def _check_kind(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Other kinds are what web pages may send anywhere without asking, and what curl sends unless it is told."""
+        if scope["method"] != "POST" or not scope["path"].startswith("/v1"):
+            return
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if not (kind.startswith(b"application/") and kind.endswith((b"/json", b"+json"))):
+            said = kind.decode("latin-1")[:80] or "missing"
+            raise ApiError(
+                400, f"the content type is {said}; send Content-Type: application/json", code="invalid_content_type"
+            )
 
     async def _body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
         """The whole body, before anything is done with it."""

@@ -133,7 +133,7 @@ class Prediction(_Strict):
 class _Request(_Strict):
     """What both endpoints share."""
 
-    model: str
+    model: str | None = None  # a server has one; if it is named, it has to be that
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None

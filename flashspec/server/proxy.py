@@ -36,7 +36,7 @@ from flashspec.vllm.process import Progress, ServerProcess
 
 State = Literal["starting", "ok", "restarting", "shutting down"]
 POLL = 0.2  # seconds between two looks at the process
-LOST_POLLS = 3
+LOST_SECONDS = 0.6  # until the status of a process that has ended must be known
 SAMPLE = 10.0  # seconds between two looks at its metrics and health
 BACKOFF, MOST_BACKOFF = 1.0, 30.0  # seconds before the first restart, doubled for each that follows at once
 STEADY = 600.0  # seconds after which a restart is forgotten
@@ -323,10 +323,11 @@ class _Relay:
         await self.send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _lost(self, error: UpstreamError) -> ApiError:
-        for _ in range(LOST_POLLS):  # whether it has ended is known a moment later
+        until = time.monotonic() + LOST_SECONDS
+        while time.monotonic() < until:  # that it has ended is known a moment later
             if (status := self.proxy.process.poll()) is not None:
                 return self.proxy.lost(f"vLLM ended with status {status}")
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL / 4)
         return self.proxy.lost(f"vLLM was lost ({error})")
 
     async def _fail(self, error: ApiError) -> None:

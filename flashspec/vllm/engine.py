@@ -365,6 +365,8 @@ class VllmEngine:
                 raise _refusal(self.url, response.status, text)
             found: dict[str, Any] = json.loads(text)
             return found
+        except FlashSpecError:
+            raise
         except TimeoutError as error:
             raise EngineLostError(f"{self.url} has said nothing for {self.silence:g} s; is it hung?") from error
         except (OSError, http.client.HTTPException) as error:
@@ -477,8 +479,8 @@ def _refusal(url: str, status: int, text: bytes) -> FlashSpecError:
     """A server's no as an error of ours, in its words."""
     try:
         message = _said(json.loads(text))
-    except ValueError:
-        message = text.decode("utf-8", "replace")[:300]
+    except ValueError:  # no API's words
+        message = "the answer is no JSON; is it an OpenAI-compatible server?"
     if status in (401, 403):
         return OptionError(f"{url} refuses the API key ({message}); give it with --api-key")
     if status == 404:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flashspec.errors import OptionError
 from flashspec.heads.files import kind_of
-from flashspec.vllm.command import Command, DraftKind, Options, Version, command, version_of
+from flashspec.vllm.command import NEWEST, Command, DraftKind, Options, Version, command, name, version_of
 from flashspec.vllm.engine import VllmEngine
 from flashspec.vllm.process import ServerProcess
 from flashspec.weights import EMBEDDED_NAME, default_model, source_of
@@ -93,10 +93,10 @@ def _draft_kind(found: str | None) -> DraftKind:
 
 def planned(options: Options, say: Progress) -> Command:
     """The command that would be run here; without a vLLM, that of the newest known one."""
-    try:
-        program = executable()
-    except OptionError:
-        return command(prepared(options, say), version_of("0.32.0"))
+    if os.environ.get(WHERE) is None and shutil.which("vllm") is None:
+        made = command(prepared(options, say), NEWEST)
+        return replace(made, notes=(f"no vLLM is installed here: this is for {name(NEWEST)}", *made.notes))
+    program = executable()
     return command(prepared(options, say), installed_version(program), executable=program)
 
 
