@@ -276,9 +276,28 @@ def test_grafana_finds_what_is_provisioned() -> None:
 
 def test_every_yaml_file_is_one_document() -> None:
     files = [*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")]
-    assert len(files) == 7
-    for file in files:
+    single = [file for file in files if file.parent.name != "kubernetes"]  # where manifests may stand in a row
+    assert len(single) == 7
+    for file in single:
         assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict), file
+
+
+def test_replicas_on_kubernetes_hang_together() -> None:
+    text = (DEPLOY / "kubernetes/vllm.yaml").read_text(encoding="utf-8")
+    deployment, service = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    (container,) = pod["spec"]["containers"]
+    (config,) = (word for word in container["args"] if word.startswith("--speculative-config="))
+    assert json.loads(config.split("=", 1)[1])["num_speculative_tokens"] > 0
+    assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in container["ports"]}
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    wait = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    compile(wait, "preStop", "exec")
+    longest = 10 + int(re.search(r"range\((\d+)\)", wait)[1])  # type: ignore[index]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > longest
 
 
 def test_services_are_confined_and_published_on_this_machine_only() -> None:

@@ -584,8 +584,8 @@ def test_the_rate_is_of_the_last_minute() -> None:
     assert rate(page(1000, 900)) == 0.0  # when that was is not known
     assert rate(page(1010, 905)) == 0.5
     exported.forget()  # started anew: its counters begin at 0 and are no difference
-    assert rate(page(10, 10)) == 0.5
-    assert rate(page(20, 20)) == 0.75
+    assert rate(page(2000, 2000)) == 0.5
+    assert rate(page(2010, 2010)) == 0.75
 
 
 def test_metrics_of_several_engines_are_added_up() -> None:
