@@ -416,7 +416,7 @@ def test_it_gives_up_with_the_cause(
     thread = threading.Thread(target=fail)
     thread.start()
     settings = ProxySettings(model_name=MODEL, restarts=2)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="flashspec"):
         assert serve_proxy(process, settings, bound("127.0.0.1", port), progress=codes.append) == 1
     thread.join()
     told = [record.message for record in caplog.records if record.levelname == "ERROR"]
