@@ -48,9 +48,9 @@ port, log, how, *words = sys.argv[1:]
 process = ServerProcess(words, url=f"http://127.0.0.1:{port}", log=Path(log), grace=1.0, ready_seconds=300.0)
 process.start()
 if how == "fork" and os.fork() == 0:
-    print(f"copy pid={os.getpid()}", flush=True)
+    os.write(1, f"copy pid={os.getpid()}\\n".encode())
     time.sleep(60)
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # in one piece: the copy writes to the same pipe
 time.sleep(600)
 """
 
