@@ -6,8 +6,9 @@ from flashspec.core import Chunk, Draft, Drafter, SamplingParams, Score, Sequenc
 from flashspec.errors import FlashSpecError
 
 if TYPE_CHECKING:
-    from flashspec.engine import LocalEngine, Result
+    from flashspec.engine import LocalEngine
     from flashspec.loader import load
+    from flashspec.streams import Result
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
     "Verdict",
     "load",
 ]
-_LAZY = {"load": "flashspec.loader", "LocalEngine": "flashspec.engine", "Result": "flashspec.engine"}
+_LAZY = {"load": "flashspec.loader", "LocalEngine": "flashspec.engine", "Result": "flashspec.streams"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -41,6 +40,7 @@ from flashspec.grammar import GrammarCompiler
 from flashspec.prefixes import FEWEST_TOKENS, PrefixStore, available, keep, resume, shared
 from flashspec.sampling import distribution, largest_probability
 from flashspec.scheduler import Scheduler, check_draft_length
+from flashspec.streams import ChunkStream, Streaming
 from flashspec.text import Encoded, TextStream, Tokenizer, encode, has_chat_template
 from flashspec.tree import best_chain, height, prefix
 from flashspec.verify import verify
@@ -53,19 +53,6 @@ READ_SECONDS = 0.2
 FEW = 8  # unseen tokens that any decode step may have
 
 AnyController = Controller | QuickController | HybridController
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished request. ``tokens`` holds the end-of-sequence token if one was generated; ``text`` does not."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason
-    stats: SpecStats
-    timings: Timings
-    kinds: list[TokenKind]
-    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,40 +98,20 @@ class _Request:
     predicted: Seq[int] | None = None
     error: Exception | None = None
 
+    @property
+    def id(self) -> str:
+        return self.seq.id
 
-class ChunkStream(Iterator[Chunk]):
-    """The chunks of one request, in steps taken as they are asked for. Several may be read in turns.
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.seq.sampling
 
-    Closing it, or letting go of it, aborts what is left. It raises the error that ended its request, if one did.
-    """
-
-    def __init__(self, engine: LocalEngine, request: _Request) -> None:
-        self.engine, self.request = engine, request
-        request.is_streamed = True
-
-    def __next__(self) -> Chunk:
-        request = self.request
-        while not request.chunks:
-            if request.error is not None:
-                raise request.error
-            if request.seq.is_finished:
-                raise StopIteration
-            try:
-                self.engine.step()
-            except BaseException:
-                self.close()
-                raise
-        return request.chunks.pop(0)
-
-    def close(self) -> None:
-        self.engine.abort(self.request.seq.id)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at exit, what it would free may be gone already
-            self.close()
+    @property
+    def is_finished(self) -> bool:
+        return self.seq.is_finished
 
 
-class LocalEngine:
+class LocalEngine(Streaming):
     """Speculative decoding of any Target with any Drafter, in one process. Not thread-safe.
 
     Args:
@@ -346,10 +313,6 @@ class LocalEngine:
 
     # whole requests
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> ChunkStream:
-        """Chunks of one request as they come. Several streams may be read in turns; closing one aborts it."""
-        return self.chunks(self.add(prompt, sampling))
-
     def chunks(self, request_id: str) -> ChunkStream:
         """The chunks of a request that was just added; closing the iterator aborts it.
 
@@ -366,44 +329,11 @@ class LocalEngine:
         request = self._requests[request_id]
         return request.stats, request.timings
 
-    @overload
-    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(self, prompts: list[dict[str, str]], sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(self, prompts: list[int], sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(
-        self,
-        prompts: list[str] | list[list[dict[str, str]]] | list[list[int]],
-        sampling: SamplingParams | Seq[SamplingParams] | None = None,
-    ) -> list[Result]: ...
-
-    def generate(
-        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> Result | list[Result]:
-        """Finished results: one for a text, a conversation or a list of ids; a list for a list of those."""
-        is_list = isinstance(prompts, list | tuple) and len(prompts) > 0
-        if isinstance(prompts, str) or (is_list and isinstance(prompts[0], dict | int)):
-            return self._finish_all([prompts], [sampling])[0]  # type: ignore[list-item]
-        if not is_list:
+    def _check_prompts(self, prompts: Any) -> None:
+        if not isinstance(prompts, str) and not (isinstance(prompts, list | tuple) and prompts):
             raise PromptError(
                 f"a prompt is a text, a list of chat messages or a list of token ids, not {prompts!r:.80}"
             )
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise OptionError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
-        return self._finish_all(list(prompts), each)  # type: ignore[arg-type]
-
-    def _finish_all(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
-        streams: list[ChunkStream] = []
-        try:
-            for prompt, params in zip(prompts, sampling, strict=True):
-                streams.append(self.stream(prompt, params))
-            return [_result(stream.request, list(stream)) for stream in streams]
-        finally:
-            for stream in streams:
-                stream.close()
 
     # parts of a step
 
@@ -711,18 +641,3 @@ def logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
 
 def _finished(chunk: Chunk, reason: FinishReason) -> Chunk:
     return replace(chunk, finish_reason=reason, accepted=chunk.accepted[: len(chunk.tokens)])
-
-
-def _result(request: _Request, chunks: list[Chunk]) -> Result:
-    logprobs = None
-    if request.seq.sampling.logprobs is not None:
-        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
-    return Result(
-        text="".join(chunk.text for chunk in chunks),
-        tokens=[token for chunk in chunks for token in chunk.tokens],
-        finish_reason=request.seq.finish_reason or "abort",
-        stats=request.stats,
-        timings=request.timings,
-        kinds=[kind for chunk in chunks for kind in chunk.kinds],
-        logprobs=logprobs,
-    )

@@ -142,7 +142,7 @@ def _prepared(
     if pack and is_float32:
         say(f"packing {name}'s linear layers")
         # a draft model scores a token at a time, which oneDNN's layout does not help
-        limits: dict[str, Any] = {"at_least": sys.maxsize} if is_draft else {"pays": packing_pays}
+        limits: dict[str, Any] = {"at_least": sys.maxsize} if is_draft else {"pays": cache(packing_pays)}
         layers |= hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
         logger.info("%s: linear layers in %s", name, layers)
     hf.use_grouped_attention(network)

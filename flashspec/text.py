@@ -50,12 +50,15 @@ def has_chat_template(tokenizer: Tokenizer | None) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def as_conversation(tokenizer: Tokenizer | None, text: str, *, system: str | None = None) -> Prompt:
-    """A user's text as the first turn of a conversation, or as it is where there is no chat template."""
-    if not has_chat_template(tokenizer):
-        return text
+def conversation(text: str, *, system: str | None = None) -> Prompt:
+    """A user's text as the first turn of a conversation."""
     start = [{"role": "system", "content": system}] if system else []
     return [*start, {"role": "user", "content": text}]
+
+
+def as_conversation(tokenizer: Tokenizer | None, text: str) -> Prompt:
+    """The same, or the text as it is where there is no chat template."""
+    return conversation(text) if has_chat_template(tokenizer) else text
 
 
 def text_ids(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool) -> list[int]:

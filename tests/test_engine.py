@@ -14,8 +14,9 @@ from conftest import ScriptedDrafter, ToyTarget, chi_square, dense_p, plain_loop
 from flashspec.core import Draft, Drafter, SamplingParams
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
-from flashspec.engine import LocalEngine, Result
+from flashspec.engine import LocalEngine
 from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.streams import Result
 
 VOCAB = 12
 

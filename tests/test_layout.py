@@ -23,7 +23,7 @@ LAYERS = [
     ["costs"],
     ["controller"],
     ["choice"],
-    ["scheduler"],
+    ["scheduler", "streams"],
     ["engine"],
     ["metrics", "planner", "weights"],
     ["vllm"],

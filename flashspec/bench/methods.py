@@ -18,9 +18,10 @@ import torch
 from flashspec.controller import AUTO
 from flashspec.core import SamplingParams, SpecStats
 from flashspec.costs import CostCurve
-from flashspec.engine import LocalEngine, Result
+from flashspec.engine import LocalEngine
 from flashspec.loader import DRAFTERS, choose_drafter, fits, shaped
 from flashspec.pretrained import Loaded
+from flashspec.streams import Result
 from flashspec.trained import Heads
 from flashspec.vllm.engine import VllmEngine
 

@@ -61,6 +61,7 @@ from flashspec.cli.options import (
 from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
+from flashspec.text import conversation
 
 if TYPE_CHECKING:
     from flashspec.engine import AnyController, LocalEngine
@@ -353,8 +354,7 @@ def _conversation(engine: LocalEngine | VllmEngine, text: str, system: str | Non
         if system:
             raise OptionError("--system needs a chat template, and this model has none")
         return text
-    start = [{"role": "system", "content": system}] if system else []
-    return [*start, {"role": "user", "content": text}]
+    return conversation(text, system=system)
 
 
 def _lines() -> Iterator[str]:

@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 screen = Console(stderr=True, highlight=False)
 DEFAULTS = SamplingParams()
+KEY = "FLASHSPEC_API_KEY"
 MODELS = (  # options that say how models are loaded, in every command that loads some
     "backend", "draft_backend", "draft_dtype", "draft_vocab", "draft_width", "threads", "gpu_layers", "device", "dtype"
 )  # fmt: skip
@@ -52,7 +53,7 @@ Backend = Annotated[
 Url = Annotated[
     str | None, typer.Option("--url", help="Attach to a running vLLM or flashspec server instead of loading a model.")
 ]
-ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="FLASHSPEC_API_KEY", help="Of that server.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar=KEY, help="Of that server.")]
 DraftBackend = Annotated[
     str, typer.Option(metavar="auto|torch|llamacpp", help="auto: llama.cpp for a .gguf on a CPU, where installed.")
 ]

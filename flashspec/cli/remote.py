@@ -14,7 +14,7 @@ from rich.markup import escape
 from flashspec.cli.options import app, screen
 from flashspec.controller import AUTO
 from flashspec.errors import OptionError
-from flashspec.vllm.command import Options, shell
+from flashspec.vllm.command import NEWEST, Options, shell
 from flashspec.vllm.legacy import translate as translated
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def translate(
     try:
         version = installed_version(executable())
     except OptionError:
-        version = (0, 32, 0)
+        version = NEWEST
     made = translated(given, version)
     for note in made.notes:
         screen.print(escape(note), style="dim", soft_wrap=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from flashspec.cli.options import (
+    KEY,
     Backend,
     Config,
     Device,
@@ -39,8 +40,6 @@ from flashspec.controller import AUTO
 from flashspec.errors import OptionError
 
 GIB = 2**30
-KEY = "FLASHSPEC_API_KEY"
-DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
 
 @app.command()
@@ -118,7 +117,7 @@ def serve(
         ) from error
     set_up_log(_checked_format(log_format), verbose=verbose)
     if (os.environ.get(KEY) if api_key is None else api_key) == "":
-        raise OptionError("the API key is empty; give one, or unset FLASHSPEC_API_KEY")
+        raise OptionError(f"the API key is empty; give one, or unset {KEY}")
     if backend == "vllm":
         options = vllm_options(
             model,
@@ -181,6 +180,8 @@ def _checked_format(name: str) -> Literal["text", "json"]:
 
 def _name(model: str | None) -> str:
     """What clients call the model: its hub name, or the last part of its path."""
+    from flashspec.weights import EMBEDDED_NAME
+
     if model is None:
-        return DEFAULT_NAME
+        return EMBEDDED_NAME
     return model.rstrip("/").rsplit("/", 1)[-1] if "/" in model else model

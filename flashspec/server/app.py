@@ -27,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 import flashspec
-from flashspec.core import Chunk, Constraint, SamplingParams
+from flashspec.core import Chunk, Prompt, SamplingParams
 from flashspec.engine import LocalEngine
 from flashspec.errors import FlashSpecError, MemoryLimitError, OptionError, PromptError
 from flashspec.metrics import Metrics
@@ -104,8 +104,8 @@ class Service:
         if self._preparing is None:
             self._preparing = anyio.CapacityLimiter(PREPARING)
         if not body.stream and (body.stream_options is not None or (body.speculative or Speculative()).include_tokens):
-            name = "stream_options" if body.stream_options is not None else "speculative.include_tokens"
-            raise ApiError(400, f"{name} is for streams; add stream: true", param=name, code="invalid_value")
+            param = "stream_options" if body.stream_options is not None else "speculative.include_tokens"
+            raise ApiError(400, f"{param} is for streams; add stream: true", param=param, code="invalid_value")
         count = (body.n or 1) * (len(body.prompts()) if isinstance(body, CompletionRequest) else 1)
         if count > self.worker.num_places:
             raise ApiError(
@@ -130,7 +130,7 @@ class Service:
         if tools and body.response_format is not None and body.response_format.type != "text":
             raise ApiError(400, "tools and response_format cannot be combined", param="response_format", code="invalid")
         more = {"logprobs": body.num_logprobs(), "grammar": asked}
-        sampling = body.sampling(max_tokens=body.limit() or self._room(prompt), **more)
+        sampling = body.sampling(max_tokens=body.limit() or self.engine.max_length - len(prompt), **more)
         return self._jobs(body, name, [prompt], sampling, tools=tools)
 
     def _completion(self, body: CompletionRequest, name: str) -> _Prepared:
@@ -159,20 +159,16 @@ class Service:
                 f"{name}-{number}-{choice}", prompt, sampling, choice, predicted=guess,
                 num_speculative_tokens=said.num_speculative_tokens,
                 drafter=said.drafter if said.enabled else "none",
-                constraint=self._constraint(sampling),
+                constraint=self.engine.compile(sampling),  # each its own: it remembers where it is
             )
             for number, prompt in enumerate(prompts) for choice in range(body.n or 1)
         ]  # fmt: skip
         calls = partial(Calls, frozenset(tool.function.name for tool in tools or ()))
+        self.engine.check(sampling, drafter=jobs[0].drafter)
         now = time.perf_counter()
         for job in jobs:
-            self.engine.check(job.sampling, drafter=job.drafter)
             job.timings.arrival = now
         return _Prepared(jobs, [Choice(i, job, calls=calls() if tools else None) for i, job in enumerate(jobs)])
-
-    def _constraint(self, sampling: SamplingParams) -> Constraint | None:
-        """Each choice's own: it remembers where it is."""
-        return self.engine.compile(sampling)
 
     def _conversation(self, messages: list[Turn], tools: list[Tool]) -> Encoded:
         if not has_chat_template(self.tokenizer):
@@ -181,17 +177,18 @@ class Service:
             )
         knows_calls = "tool_calls" in str(self.tokenizer.chat_template)
         turns = [_turn(message, knows_calls=knows_calls) for message in messages]
+        plain = rendered(self.tokenizer, turns)
         if not tools:
-            return self._encoded_turns(turns, None)
-        told = [tool.model_dump(exclude_none=True) for tool in tools]
-        if rendered(self.tokenizer, turns, tools=told) != rendered(self.tokenizer, turns):
-            return self._encoded_turns(turns, told)
-        return self._encoded_turns([{"role": "system", "content": explained(tools)}, *turns], None)
+            return self._encoded_text(plain, turns)
+        text = rendered(self.tokenizer, turns, tools=[tool.model_dump(exclude_none=True) for tool in tools])
+        if text != plain:
+            return self._encoded_text(text, text)
+        turns = [{"role": "system", "content": explained(tools)}, *turns]
+        return self._encoded_text(rendered(self.tokenizer, turns), turns)
 
-    def _encoded_turns(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Encoded:
-        text = rendered(self.tokenizer, turns, tools=tools)
-        ids = text_ids(self.tokenizer, text, add_special_tokens=False)
-        return self._checked(Encoded(ids, text if tools else turns))
+    def _encoded_text(self, text: str, prompt: Prompt) -> Encoded:
+        """Of a conversation that was rendered; ``prompt`` is what a drafter with another tokenizer reads."""
+        return self._checked(Encoded(text_ids(self.tokenizer, text, add_special_tokens=False), prompt))
 
     def _encoded(self, prompt: str | list[int], *, is_prompt: bool = True) -> Encoded:
         ids = encode(self.tokenizer, prompt, vocab_size=self.engine.target.vocab_size)
@@ -206,9 +203,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return prompt
-
-    def _room(self, prompt: Encoded) -> int:
-        return self.engine.max_length - len(prompt)
 
     # jobs to chunks
 

@@ -15,14 +15,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from flashspec.core import Chunk, FinishReason, Prompt, SamplingParams, SpecStats, Timings, TokenKind, TokenLogprob
-from flashspec.engine import Result
 from flashspec.errors import EngineLostError, FlashSpecError, OptionError, PromptError
+from flashspec.streams import ChunkStream, Streaming
 from flashspec.vllm.scrape import Snapshot, difference
 
 CONNECT_SECONDS = 10.0
@@ -57,36 +57,7 @@ class _Request:
     reason: str | None = None  # in the server's words
 
 
-class Stream(Iterator[Chunk]):
-    """The chunks of one request. Closing it, or letting go of it, aborts what is left; it raises what ended it."""
-
-    def __init__(self, engine: VllmEngine, request: _Request) -> None:
-        self.engine, self.request = engine, request
-        request.is_streamed = True
-
-    def __next__(self) -> Chunk:
-        request = self.request
-        while not request.chunks:
-            if request.error is not None:
-                raise request.error
-            if request.is_finished:
-                raise StopIteration
-            try:
-                self.engine.step()
-            except BaseException:
-                self.close()
-                raise
-        return request.chunks.pop(0)
-
-    def close(self) -> None:
-        self.engine.abort(self.request.id)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at exit, what it would end may be gone already
-            self.close()
-
-
-class VllmEngine:
+class VllmEngine(Streaming):
     """Requests to a server, as many at once as it takes. Not thread-safe.
 
     Args:
@@ -181,52 +152,14 @@ class VllmEngine:
 
     # whole requests
 
-    def chunks(self, request_id: str) -> Stream:
+    def chunks(self, request_id: str) -> ChunkStream:
         """The chunks of a request that was just added; closing the iterator aborts it."""
-        return Stream(self, self._requests[request_id])
-
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Stream:
-        """Chunks of one request as they come. Several streams may be read in turns."""
-        return self.chunks(self.add(prompt, sampling))
+        return ChunkStream(self, self._requests[request_id])
 
     def progress(self, request_id: str) -> tuple[SpecStats, Timings]:
         """A request's counts and timings, live; the counts come with its end."""
         request = self._requests[request_id]
         return request.stats, request.timings
-
-    @overload
-    def generate(self, prompts: str, sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(self, prompts: list[dict[str, str]], sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(self, prompts: list[int], sampling: SamplingParams | None = None) -> Result: ...
-    @overload
-    def generate(
-        self,
-        prompts: list[str] | list[list[dict[str, str]]] | list[list[int]],
-        sampling: SamplingParams | Seq[SamplingParams] | None = None,
-    ) -> list[Result]: ...
-
-    def generate(
-        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> Result | list[Result]:
-        """Finished results, all requests at once: one for a text, a conversation or a list of ids, else a list."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict | int)):
-            return self._finished([prompts], [sampling])[0]  # type: ignore[list-item]
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise OptionError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
-        return self._finished(list(prompts), each)  # type: ignore[arg-type]
-
-    def _finished(self, prompts: list[Prompt], sampling: list[SamplingParams | None]) -> list[Result]:
-        streams: list[Stream] = []
-        try:
-            for pair in zip(prompts, sampling, strict=True):
-                streams.append(self.stream(*pair))
-            return [_result(stream.request, list(stream)) for stream in streams]
-        finally:
-            for stream in streams:
-                stream.close()
 
     # requests and their streams
 
@@ -522,18 +455,3 @@ def _models(url: str, answer: Any) -> list[str]:
     if not named:
         raise OptionError(f"{url}/v1/models names no model; is it a vLLM or FlashSpec server?")
     return named
-
-
-def _result(request: _Request, chunks: list[Chunk]) -> Result:
-    logprobs = None
-    if request.sampling.logprobs is not None:
-        logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
-    return Result(
-        text="".join(chunk.text for chunk in chunks),
-        tokens=[token for chunk in chunks for token in chunk.tokens],
-        finish_reason=chunks[-1].finish_reason or "abort" if chunks else "abort",
-        stats=request.stats,
-        timings=request.timings,
-        kinds=[kind for chunk in chunks for kind in chunk.kinds],
-        logprobs=logprobs,
-    )

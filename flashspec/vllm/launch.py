@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flashspec.controller import AUTO
 from flashspec.errors import OptionError
 from flashspec.heads.files import kind_of
 from flashspec.vllm.command import NEWEST, Command, DraftKind, Options, Version, command, name, version_of
@@ -23,7 +24,6 @@ from flashspec.vllm.process import ServerProcess
 from flashspec.weights import EMBEDDED_NAME, default_model, source_of
 
 Progress = Callable[[str], None]
-AUTO = "auto"
 WHERE = "FLASHSPEC_VLLM"  # environment variable: vLLM's executable, or the environment that holds it
 
 
@@ -100,25 +100,12 @@ def planned(options: Options, say: Progress) -> Command:
     return command(prepared(options, say), installed_version(program), executable=program)
 
 
-def process_of(options: Options, say: Progress, *, ready_seconds: float, log: Path | None = None) -> ServerProcess:
-    """A vLLM that is ready at ``options``' host and port.
+def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> tuple[ServerProcess, str]:
+    """A vLLM for a private port, not started yet, and what it calls the model.
 
     Raises:
-        OptionError: no vLLM, a taken port, options that it does not have.
-        EngineStartError: it did not come up.
+        OptionError: no vLLM, or options that it does not have.
     """
-    program = executable()
-    made = command(prepared(options, say), installed_version(program), executable=program)
-    for note in made.notes:
-        say(note)
-    url = f"http://{options.host or '127.0.0.1'}:{options.port or 8000}"
-    process = ServerProcess(made.words, url=url, env=made.env, log=log, ready_seconds=ready_seconds)
-    process.start(say)
-    return process
-
-
-def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> tuple[ServerProcess, str]:
-    """A vLLM for a private port, not started yet, and what it calls the model."""
     program = executable()
     own = prepared(replace(options, host="127.0.0.1", port=free_port()), say)
     made = command(own, installed_version(program), executable=program)
@@ -129,11 +116,16 @@ def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> t
 
 
 def engine_of(options: Options, say: Progress, *, ready_seconds: float) -> VllmEngine:
-    """An engine over a vLLM of its own on a free port, which ends with this process."""
-    own = replace(options, host="127.0.0.1", port=free_port())
-    process = process_of(own, say, ready_seconds=ready_seconds)
+    """An engine over a vLLM of its own on a free port, which ends with this process.
+
+    Raises:
+        OptionError: no vLLM, or options that it does not have.
+        EngineStartError: it did not come up.
+    """
+    process, _ = inner_process(options, say, ready_seconds=ready_seconds)
+    process.start(say)
     atexit.register(process.stop)
-    return VllmEngine(process.url, api_key=own.api_key)
+    return VllmEngine(process.url, api_key=options.api_key)
 
 
 def free_port() -> int:
