@@ -129,13 +129,15 @@ def _prepared(
     name: str, network: Any, tokenizer: Tokenizer, cheaper: _Cheaper, *, pack: bool, is_draft: bool, say: Progress
 ) -> dict[str, int]:
     """Layers replaced in place by cheaper ones; how many of each kind."""
-    from flashspec.backends import half, hf
+    from flashspec.backends import decode, half, hf
     from flashspec.backends.lean import make_lean
 
     layers: dict[str, int] = {}
+    kernels = None
     is_float32 = network.device.type == "cpu" and network.dtype is torch.float32
     if pack and is_float32:  # the same arithmetic with fewer calls and larger layers, which are read faster
-        layers |= make_lean(network)
+        kernels = decode.compiled(cache_folder() / "kernels")
+        layers |= make_lean(network, kernels)
     if cheaper != _Cheaper():
         say(f"making {name} cheaper")
         layers |= _cheapened(network, tokenizer, cheaper)
@@ -145,7 +147,7 @@ def _prepared(
         limits: dict[str, Any] = {"at_least": sys.maxsize} if is_draft else {"pays": cache(packing_pays)}
         layers |= hf.pack_linears(network, kernel=half.compiled(cache_folder() / "kernels"), **limits)
         logger.info("%s: linear layers in %s", name, layers)
-    hf.use_grouped_attention(network)
+    hf.use_grouped_attention(network, kernels)
     return layers
 
 

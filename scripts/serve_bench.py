@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,11 +153,29 @@ async def clients(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Hold processes and all that they started: workers of an idle vLLM poll, and slow down who is measured."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in table.splitlines()]
+    held = list(pids)
+    for parent in held:  # grows while it is walked
+        held += [pid for pid, above in pairs if above == parent]
+    try:
+        for pid in held:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in reversed(held):
+            os.kill(pid, signal.SIGCONT)
+
+
 async def servers(options: argparse.Namespace) -> dict[str, Any]:
     """Aggregate tokens a second of several servers of one model, in turns, at each number of clients."""
     prompts = conversations(options.prompts, options.limit)
     found: dict[str, Any] = {}
     texts: dict[str, dict[int, str]] = {url: {} for url in options.urls}
+    others = {url: [pid for pid in options.pids if pid != own] for url, own in zip(options.urls, options.pids, strict=False)}
     for count in options.clients:
         asked = (prompts * (2 * count // len(prompts) + 1))[: max(2 * count, len(prompts))]
         rates: dict[str, list[float]] = {url: [] for url in options.urls}
@@ -164,7 +184,8 @@ async def servers(options: argparse.Namespace) -> dict[str, Any]:
                 bodies = [body(options, messages) for messages in asked]
                 for each in bodies:
                     del each["speculative"]  # ours alone
-                seconds, replies = await crowd(url, bodies, count)
+                with stopped(others.get(url, [])):
+                    seconds, replies = await crowd(url, bodies, count)
                 assert all(reply.is_whole for reply in replies), [r.error for r in replies if not r.is_whole]
                 rates[url].append(sum(reply.usage["completion_tokens"] for reply in replies) / seconds)
                 if count == 1:
@@ -297,6 +318,7 @@ def main() -> None:
     parser.add_argument("what", choices=("clients", "servers", "turn", "load", "overhead", "one"))
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--urls", nargs="+", default=[], help="of servers")
+    parser.add_argument("--pids", type=int, nargs="+", default=[], help="of the same servers: the others are held")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[])
     parser.add_argument("--limit", type=int, default=4, help="prompts of each file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flashspec import loader
-from flashspec.backends import hf
+from flashspec.backends import decode, hf
+from flashspec.backends.decode import DecodeKernels
 from flashspec.backends.hf import HFTarget, PackedLinear
 from flashspec.cache import SlotCache
 from flashspec.core import EMPTY, Draft, Sequence
@@ -71,8 +73,15 @@ def served(family: str) -> tf.PreTrainedModel:
     """As ``load_model`` prepares it on a CPU."""
     model = build(family)
     hf.pack_linears(model, at_least=0)
-    hf.use_grouped_attention(model)
+    hf.use_grouped_attention(model, decode_kernels())
     return model
+
+
+@functools.cache
+def decode_kernels() -> DecodeKernels | None:
+    """None where there is no C compiler."""
+    with tempfile.TemporaryDirectory() as folder:  # a library that is loaded needs its file no longer
+        return decode.compiled(Path(folder))
 
 
 @functools.cache
@@ -383,7 +392,9 @@ def test_all_attention_functions_agree(family: str, rows: int, monkeypatch: pyte
     grouped = build(family)
     hf.use_grouped_attention(grouped)
     assert grouped.config._attn_implementation == hf.GROUPED_ATTENTION
-    for model in (grouped, reference(family), build(family, "eager")):
+    by_kernel = build(family)
+    hf.use_grouped_attention(by_kernel, decode_kernels())
+    for model in (grouped, by_kernel, reference(family), build(family, "eager")):
         checked = Checked(family, model)
         seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (6, 21)]
         checked.score(seqs, [a_tree(3), Draft.chain(some_tokens(2))])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import sequence
-from test_hf import Checked, a_tree, assert_close, build, plain, some_tokens
+from test_hf import Checked, a_tree, assert_close, build, decode_kernels, plain, some_tokens
 from torch import nn
 
 from flashspec import loader
@@ -21,9 +21,10 @@ ALL = {"LeanNorm": 7, "LeanAttention": 3, "LeanMLP": 3}
 
 @pytest.mark.parametrize("family", LEAN)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logits_are_those_of_the_plain_model(family: str, attention: str) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_logits_are_those_of_the_plain_model(family: str, attention: str, by_kernel: bool) -> None:
     model = build(family, attention)
-    assert make_lean(model) == ALL
+    assert make_lean(model, decode_kernels() if by_kernel else None) == ALL
     ids = torch.tensor([some_tokens(40), some_tokens(40, 1)])
     with torch.inference_mode():
         found, expected = model(ids).logits, build(family, attention)(ids).logits
@@ -32,11 +33,13 @@ def test_logits_are_those_of_the_plain_model(family: str, attention: str) -> Non
 
 
 @pytest.mark.parametrize("family", LEAN)
-def test_ragged_rows_trees_and_rollback(family: str) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_ragged_rows_trees_and_rollback(family: str, by_kernel: bool) -> None:
     model = build(family)
-    make_lean(model)
+    kernels = decode_kernels() if by_kernel else None
+    make_lean(model, kernels)
     hf.pack_linears(model, at_least=0)
-    hf.use_grouped_attention(model)
+    hf.use_grouped_attention(model, kernels)
     checked = Checked(family, model)
     seqs = [sequence(some_tokens(30), name="a"), sequence(some_tokens(9, 1), name="b")]
     drafts = [a_tree(1), Draft.chain(some_tokens(4, 2))]
@@ -84,7 +87,8 @@ def test_a_real_model(smollm2_path: Path) -> None:
     loaded = loader.load_model(smollm2_path, pack=False)
     tokens = loaded.tokenizer.encode("The quick brown fox jumps over the lazy dog. def main():\n    return")
     expected = loaded.target.plain_logits(tokens)
-    assert make_lean(loaded.target.model) == {"LeanNorm": 61, "LeanAttention": 30, "LeanMLP": 30}
+    assert make_lean(loaded.target.model, decode_kernels()) == {"LeanNorm": 61, "LeanAttention": 30, "LeanMLP": 30}
+    hf.use_grouped_attention(loaded.target.model, decode_kernels())
     assert float((loaded.target.plain_logits(tokens) - expected).abs().max()) < 1e-4 * float(expected.abs().max())
     assert hf.self_test(loaded.target) < 1e-3
 

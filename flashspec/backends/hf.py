@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence as Seq
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from flashspec.backends.decode import DecodeKernels
 from flashspec.backends.half import HalfLinear, Kernel, halved
 from flashspec.cache import Feed, SlotCache, additive_mask
 from flashspec.core import EMPTY, Draft, Score, Sequence, check_positions
@@ -29,7 +30,8 @@ from flashspec.tree import paths
 
 logger = logging.getLogger("flashspec")
 
-GROUPED_ATTENTION = "grouped_sdpa"  # a name with "flash" in it makes Transformers look for a FlashAttention build
+# a name with "flash" in it makes Transformers look for a FlashAttention build
+GROUPED_ATTENTION, KERNEL_ATTENTION = "grouped_sdpa", "grouped_kernel"
 PREFILL_CHUNK = 512  # tokens of a prompt in one forward
 LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
 PACK_BYTES = 4 << 20  # from here on oneDNN's layout is faster on every machine that was tried (docs/log.md)
@@ -441,7 +443,14 @@ def linear_weight(module: nn.Module) -> Tensor | None:
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    kernels: DecodeKernels | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' SDPA attention, without repeating keys and values in memory for a few grouped queries.
 
@@ -452,7 +461,12 @@ def grouped_attention(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     plain = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
-    if group == 1 or m > GROUPED_ROWS or not plain or kwargs.get("position_bias") is not None or kwargs.get("softcap"):
+    plain = plain and kwargs.get("position_bias") is None and not kwargs.get("softcap")
+    if kernels is not None and plain and not torch.is_grad_enabled():
+        assert attention_mask is not None
+        if kernels.can_attend(query, key, value, attention_mask):
+            return kernels.attention(query, key, value, attention_mask, kwargs.get("scaling") or width**-0.5), None
+    if group == 1 or m > GROUPED_ROWS or not plain:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
     assert attention_mask is not None
@@ -462,12 +476,13 @@ def grouped_attention(
     return output.reshape(rows, heads, m, -1).transpose(1, 2).contiguous(), None
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
+def use_grouped_attention(model: PreTrainedModel, kernels: DecodeKernels | None = None) -> None:
     """Switch a model that would use SDPA to ``grouped_attention``."""
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
-        AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
-        model.set_attn_implementation(GROUPED_ATTENTION)
+        name = GROUPED_ATTENTION if kernels is None else KERNEL_ATTENTION
+        AttentionInterface.register(name, partial(grouped_attention, kernels=kernels))
+        AttentionMaskInterface.register(name, sdpa_mask)
+        model.set_attn_implementation(name)
 
 
 # self-test
