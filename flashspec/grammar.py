@@ -89,7 +89,8 @@ class GrammarCompiler:
                 raise OptionError(f"grammars need llguidance, which is not installed; {install}") from error
             if not getattr(self._tokenizer, "is_fast", False):
                 kind = type(self._tokenizer).__name__
-                raise OptionError(f"the tokenizer is {kind}; grammars need a fast one, leave the grammar out")
+                what = "this model has no tokenizer" if self._tokenizer is None else f"the tokenizer is {kind}"
+                raise OptionError(f"{what}; grammars need a fast one, leave the grammar out")
             if not self.eos_tokens:
                 raise OptionError(
                     "this model has no end-of-sequence token to end an output with; leave the grammar out"
@@ -115,6 +116,10 @@ class Matcher:
         self._held: list[int] = []  # what ``_now`` has consumed; never an end-of-sequence token
         self._vocab_size, self._eos_tokens = vocab_size, eos_tokens
         self._eos_ids = sorted(eos_tokens)
+
+    def __copy__(self) -> Matcher:
+        """Another output's, without compiling the grammar again."""
+        return Matcher(self._start, vocab_size=self._vocab_size, eos_tokens=self._eos_tokens)
 
     def allowed(self, output: Seq[int], draft: Draft) -> torch.Tensor:
         """[n + 1, vocab] bool: row 0 after ``output``, row i + 1 after node i; at least one token in each.
@@ -218,9 +223,12 @@ def _source(grammar: Grammar) -> str:
 
 
 def _check_size(text: str, *, lines: int) -> None:
-    text.encode()  # a lone surrogate is a ValueError
-    if len(text) > MAX_CHARACTERS or lines > MAX_LINES:
-        raise ValueError(f"it has {len(text)} characters, of {MAX_CHARACTERS} at most ({MAX_LINES} lines of Lark)")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters, of {MAX_CHARACTERS} at most")
+    if any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise ValueError("it has half a character in it (lone surrogates)")
+    if lines > MAX_LINES:
+        raise ValueError(f"it has {lines} lines, of {MAX_LINES} at most")
     multiples = [Decimal(found) for found in re.findall(r'"multipleOf"\s*:\s*([0-9]+\.?[0-9]*)', text)]
     digits = ["".join(map(str, number.normalize().as_tuple().digits)) for number in multiples]
     if math.lcm(*map(int, digits)) > MAX_MULTIPLE:  # a state for every remainder

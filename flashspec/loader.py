@@ -23,7 +23,7 @@ from flashspec.drafters.hybrid import HybridDrafter
 from flashspec.drafters.medusa import MedusaDrafter
 from flashspec.drafters.model import ModelDrafter
 from flashspec.drafters.ngram import NGramDrafter
-from flashspec.drafters.suffix import SuffixDrafter
+from flashspec.drafters.suffix import PastOutputs, SuffixDrafter
 from flashspec.drafters.translated import TranslatedDrafter
 from flashspec.engine import READ_SECONDS, AnyController, LocalEngine
 from flashspec.errors import MemoryLimitError, OptionError, VocabularyError
@@ -141,6 +141,7 @@ def load(
     max_length: int | None = None,
     cache_memory: int | str | None = None,
     prefix_memory: int = 0,
+    past_outputs: int = 0,
     read_seconds: float = READ_SECONDS,
     self_test: bool = False,
     trust_remote_code: bool = False,
@@ -174,6 +175,7 @@ def load(
             share of what is free once the models are loaded; None for no limit. Where they run short the newest
             sequences wait.
         prefix_memory: bytes for keys and values of finished sequences, from which others that begin alike start.
+        past_outputs: tokens of finished requests' outputs that suffix drafts may come from, about 300 bytes each.
         read_seconds: how long running sequences may be held up by a step that reads prompts.
         self_test: compare rolled-back logits with plain forwards before the first request.
         trust_remote_code: run model code that comes with the weights.
@@ -214,6 +216,8 @@ def load(
         logger.warning("%s is not loaded: drafter is %r; leave that out for one that reads it", draft, name)
     made = shaped(kind.make(loaded, small), draft_width) if kind is not None else drafter
     assert made is None or not isinstance(made, str)
+    if kind is not None:
+        remember_outputs(made, past_outputs)
     length: int | AnyController = 0
     if made is not None and num_speculative_tokens == AUTO:
         like = kind or DRAFTERS.get(name, DRAFTERS["none"])  # a user's own may be one of ours, with other options
@@ -234,6 +238,13 @@ def load(
     engine.why = reason_for(name, made, small) if is_auto else f"drafter {name}, as asked"
     logger.info("%s", engine.why)
     return engine
+
+
+def remember_outputs(drafter: Drafter | None, max_tokens: int) -> None:
+    """Let suffix drafts come from other requests' outputs, too."""
+    drafter = getattr(drafter, "quick", drafter)
+    if max_tokens and isinstance(drafter, SuffixDrafter):
+        drafter.namespace, drafter.past_outputs = "all requests", PastOutputs(max_tokens=max_tokens)
 
 
 def max_cells(target: Loaded, draft: Loaded | Heads | None, memory: int | str | None) -> int | None:

@@ -11,11 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from flashspec.core import SpecStats, Timings
-from flashspec.engine import LocalEngine, StepReport
+
+if TYPE_CHECKING:  # vLLM's proxy has no engine, and torch takes seconds to import
+    from flashspec.engine import LocalEngine, StepReport
 
 PREFIX = "flashspec"
 WINDOW = 60.0  # seconds that rates are over

@@ -99,6 +99,7 @@ def load_model(
         "dtype": str(network.dtype),
         "device": str(place),
         "layers": layers,
+        "attention": network.config._attn_implementation,
         **machine(),
     }
     return Loaded(name, target, tokenizer, identity)

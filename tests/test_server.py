@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -43,13 +44,16 @@ from server_process import (
 from test_deploy import COUNTERS, SERIES
 
 import flashspec
-from flashspec.core import Draft, SamplingParams, Score, Sequence
+from flashspec import grammar
+from flashspec.core import EMPTY, Constraint, Draft, SamplingParams, Score, Sequence
 from flashspec.engine import LocalEngine
 from flashspec.errors import MemoryLimitError
+from flashspec.grammar import GrammarCompiler
 from flashspec.metrics import Metrics
 from flashspec.server import gate
 from flashspec.server.app import Service, Settings, create_app
 from flashspec.server.gate import Gate
+from flashspec.server.protocol import ChatRequest
 from flashspec.server.tools import Calls
 from flashspec.server.worker import Job, Worker
 from flashspec.text import Encoded
@@ -217,6 +221,13 @@ def test_a_prediction_is_accepted_and_changes_nothing(
     predicted = create(client, ask, server.model, prediction={"type": "content", "content": right[0].text})
     assert predicted.choices[0].message.content == right[0].text
     counts = [got.model_extra["metrics"]["speculative_decoding"] for got in (without, predicted)]
+    told = predicted.usage.completion_tokens_details
+    assert told.accepted_prediction_tokens == counts[1]["num_accepted_tokens"]
+    assert told.rejected_prediction_tokens == counts[1]["num_draft_tokens"] - counts[1]["num_accepted_tokens"]
+    assert without.usage.completion_tokens_details is None
+    *_, last = create(client, ask, server.model, prediction={"type": "content", "content": right[0].text}, stream=True,
+                      stream_options={"include_usage": True})  # fmt: skip
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens >= 5
     # the first answer is remembered as well, so that both may help
     assert counts[1]["num_accepted_tokens"] >= counts[0]["num_accepted_tokens"] + 5
 
@@ -347,6 +358,8 @@ def test_response_formats(client: openai.OpenAI, server: Server) -> None:
         content = reply.body.decode()
         if not stream:
             assert json.loads(json.loads(content)["choices"][0]["message"]["content"]) in ("Grüße", "世界")
+    three = server.chat(response_format=form, n=3, logit_bias=ends, max_tokens=30, temperature=1, seed=1).json
+    assert {json.loads(choice["message"]["content"]) for choice in three["choices"]} <= {"Grüße", "世界"}
     assert server.chat(response_format={"type": "text"}).status == 200
     assert server.chat(response_format={"type": "json_schema"}).error["param"] == "response_format"
 
@@ -660,6 +673,125 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
 }  # fmt: skip
 
 
+# what a client of an API must not be told of: our language and our libraries
+PYTHON = re.compile(
+    r"None|True\b|False\b|\b(dict|dictionary|list|tuple|str|int|bool|Union)\b|<class|Input |Error\b|codec|\('"
+)
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}
+FILE = {"type": "file", "file": {"file_id": "x"}}
+FUNCTION = {"name": "f", "arguments": {}}
+WRONG: list[tuple[dict[str, Any], str, str]] = [  # the field, and a part of what is said of it
+    (body(temperature="1"), "temperature", 'temperature is "1"; it must be a number'),
+    (body(temperature={"a": None}), "temperature", 'is {"a": null}; it must be a number'),
+    (body(temperature=True), "temperature", "is true; it must be a number"),
+    (body(temperature=float("nan")), "temperature", "is NaN; it must be at most 100"),
+    (body(temperature=-float("inf")), "temperature", "it must be at least 0"),
+    (body(temperature=10**400), "temperature", "...; it must be a number"),
+    (body(top_p=0), "top_p", "top_p is 0; it must be above 0"),
+    (body(n=1.5), "n", "must be a whole number"),
+    (body(max_tokens=2**40), "max_tokens", "must be at most 2147483648"),
+    (body(stream="yes"), "stream", 'is "yes"; it must be true or false'),
+    (body(stop=5), "stop", "must be a string or an array"),
+    (body(stop=["a", None]), "stop[1]", "is null; it must be a string"),
+    (body(stop=["a", ""]), "stop[1]", "of at least 1 character"),
+    (body(stop=["a"] * 17), "stop", "has 17 entries; it may have 16 at most"),
+    (body(logit_bias=[1]), "logit_bias", "must be an object"),
+    (body(logit_bias={"a": 1}), "logit_bias", 'has the key "a"'),
+    (body(logit_bias={"5": None}), "logit_bias.5", "is null; it must be a number"),
+    (body(logit_bias={"99999": 1}), "logit_bias", "token id 99999"),
+    (body(allowed_token_ids=[]), "allowed_token_ids", "has 0 entries; it must have 1 at least"),
+    (body(allowed_token_ids=[99999]), "allowed_token_ids", "allowed_token_ids names token id 99999"),
+    (body(min_tokens=3), "min_tokens", "min_tokens is 3, above max_tokens, which is 2"),
+    (body(prompt=None), "prompt", "is null; it must be a string or an array"),
+    (body(prompt=["a", [1]]), "prompt[1]", "is [1]"),
+    (body(prompt=""), "prompt", "empty"),
+    (body(prompt=[-1]), "prompt", "token id -1"),
+    (body(prompt="a\ud800b"), "prompt", "half a character"),
+    (body(prompt=[5] * 4096), "prompt", "4096 tokens"),
+    (body(model="gpt-5"), "model", 'the model "gpt-5" does not exist; this server has "tiny"'),
+    (body(model=5), "model", "must be a string"),
+    (body(foo=None), "foo", "not a parameter"),
+    (body(**{"a[b]": 1}), "a[b]", "a[b] is not a parameter"),
+    (body(**{"x" * 500: 1}), "x" * 80, "not a parameter"),
+    (body(stream_options={"include_usage": True}), "stream_options", "add stream: true"),
+    (body(stream_options=5), "stream_options", "must be an object"),
+    (body(speculative={"drafter": "x"}), "speculative.drafter", "loaded here are none"),
+    (body(speculative={"enabled": None}), "speculative.enabled", "is null; it must be true or false"),
+    (body(prediction={"type": "content", "content": "a\ud800b"}), "prediction", "half a character"),
+    (body(prediction={"type": "content", "content": [IMAGE]}), "prediction.content[0].type", "reads text only"),
+    ({"model": "tiny"}, "prompt", "is missing"),
+    (turns([IMAGE]), "messages[0].content[0].type", 'is "image_url"; this model reads text only'),
+    (turns([{"type": "text", "text": "a"}, AUDIO]), "messages[0].content[1].type", "this model reads text only"),
+    (turns([FILE]), "messages[0].content[0].type", "this model reads text only"),
+    (turns([{"type": "text", "text": None}]), "messages[0].content[0].text", "is null; it must be a string"),
+    (turns([{"type": None, "text": "a"}]), "messages[0].content[0].type", 'is null; it must be "text"'),
+    (turns(["a"]), "messages[0].content[0]", "must be an object"),
+    (turns(5), "messages[0].content", "must be a string or an array"),
+    (turns("a\ud800b"), "messages", "half a character"),
+    (turns("a b " * 4000), "messages", "tokens"),
+    (turns() | {"messages": []}, "messages", "has 0 entries"),
+    (turns() | {"messages": "hi"}, "messages", "must be an array"),
+    (turns() | {"messages": [None]}, "messages[0]", "must be an object"),
+    (turns() | {"messages": [{"role": "god"}]}, "messages[0].role", 'must be "system", "developer", "user"'),
+    (turns() | {"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio", "must be null"),
+    (
+        turns() | {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": FUNCTION}]}]},
+        "messages[0].tool_calls[0].function.arguments", "is {}; it must be a string",
+    ),
+    (turns(top_logprobs=2), "top_logprobs", "needs logprobs to be true"),
+    (turns(response_format="json"), "response_format", "must be an object"),
+    (turns(response_format={"type": "xml"}), "response_format.type", 'must be "text", "json_object" or "json_schema"'),
+    (form({"type": "quux"}), "response_format", "quux"),
+    (form({"enum": ["a\ud800b"]}), "response_format", "half a character"),
+    (form({"type": "integer"}) | {"ignore_eos": True}, "ignore_eos", "ignore_eos is true"),
+    (turns(tools=[{"type": "web_search"}]), "tools[0].type", 'must be "function"'),
+    (turns(tools=[tool("f"), tool("g", a={"type": "quux"})]), "tools[1].function.parameters", "Invalid type: quux"),
+    (turns(tools=TOOLS, tool_choice="maybe"), "tool_choice", '"none", "auto" or "required" or an object'),
+    (turns(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice", '"x"'),
+    (turns(tools=TOOLS, tool_choice={"type": "allowed_tools"}), "tool_choice.type", 'must be "function"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sent", "param", "told"), WRONG, ids=[f"{at}-{each[1]}" for at, each in enumerate(WRONG)])
+def test_errors_name_the_field_in_words_of_the_api(
+    engine: LocalEngine, sent: dict[str, Any], param: str, told: str
+) -> None:
+    error = refused(engine, sent)
+    assert error["param"] == param
+    assert told in error["message"]
+    assert not PYTHON.search(error["message"]), error
+
+
+def refused(engine: LocalEngine, sent: dict[str, Any]) -> dict[str, Any]:
+    path = "/v1/chat/completions" if "messages" in sent else "/v1/completions"
+    app = create_app(Service(engine, Settings(model_name="tiny")))
+    data = json.dumps(sent).encode()
+    return asyncio.run(asgi(app, path, [{"type": "http.request", "body": data}])).error
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no god in here') }}", "the chat template refuses these messages (no god in here)"),
+        ("{{ messages[0].content.items() }}", "the chat template refuses these messages; change their roles or order"),
+    ],
+)
+def test_templates_refuse_in_their_own_words(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, template: str, told: str
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    error = refused(engine, turns())
+    assert (error["param"], error["message"]) == ("messages", told)
+
+
+def test_tools_that_are_too_much_together(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_CHARACTERS", 800)
+    error = refused(engine, turns(tools=[tool(f"f{i}") for i in range(9)]))
+    assert error["param"] == "tools"
+    assert "taken together" in error["message"]
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_errors_are_openais(server: Server, name: str) -> None:
     sent, status, code = BAD[name]
@@ -671,6 +803,7 @@ def test_errors_are_openais(server: Server, name: str) -> None:
     assert reply.error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     if code is not None:
         assert reply.error["code"] == code
+    assert not PYTHON.search(reply.error["message"]), reply.error
     assert len(reply.body) < 3000
     assert server.log.count("Traceback") == before
 
@@ -1096,6 +1229,7 @@ def test_failures_of_the_engine_as_answers(where: str, error: Any, status: int, 
         assert failed.error["code"] == code
         assert failed.error["type"] == "server_error"
         assert "secret" not in failed.error["message"]
+        assert not PYTHON.search(failed.error["message"])
         assert ("retry-after" in failed.headers) == (status == 503)
         assert (await call(prompt=[3, 1])).status == 200
         assert not service.worker._jobs
@@ -1105,6 +1239,48 @@ def test_failures_of_the_engine_as_answers(where: str, error: Any, status: int, 
             assert json.loads(stream.strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]["code"] == code
 
     in_process(Failing(where, error), use)
+
+
+def test_preparing_is_under_the_requests_time_and_holds_up_nobody_else() -> None:
+    """A thread that makes a grammar cannot be ended; who waits for it can."""
+    is_free = threading.Event()
+
+    async def use(call: Call, service: Service) -> None:
+        compiled, slow = service.engine.compile, [True]
+
+        def compile(sampling: SamplingParams) -> Constraint | None:
+            if slow.pop() if slow else False:
+                is_free.wait(LIMIT)
+            return compiled(sampling)
+
+        service.engine.compile = compile  # type: ignore[method-assign]
+        late, well = await asyncio.gather(call(prompt=[7, 1]), call(prompt=[3, 1]))
+        is_free.set()
+        assert (well.status, late.status) == (200, 504), (well, late)
+        assert late.error["code"] == "timeout"
+        assert late.error["message"] == "the request took longer than 2 seconds; ask for less"
+        assert (await call(prompt=[7, 1])).status == 200
+        assert not service.worker._jobs
+
+    in_process(ToyTarget(memory=1), use, request_timeout=2.0)
+
+
+def test_a_grammar_is_compiled_once_a_request(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Constraint] = []
+    compiled = GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *given: made.append(compiled(*given)) or made[-1])
+    service = Service(engine, Settings(model_name="tiny"))
+    body = ChatRequest.model_validate(form({"enum": [12, 34]}) | {"n": 3})
+    jobs = asyncio.run(service.prepared(body, "x")).jobs
+    assert len(made) == 1
+    first, *others = (job.constraint for job in jobs)
+    one, three = engine.tokenizer.encode("1")[0], engine.tokenizer.encode("3")[0]
+    assert first is not None
+    first.allowed([one], EMPTY)
+    for other in others:  # each is where its own output is
+        assert other is not None
+        assert not torch.equal(other.allowed([three], EMPTY), first.allowed([one], EMPTY))
+        assert torch.equal(other.allowed([one], EMPTY), first.allowed([one], EMPTY))
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

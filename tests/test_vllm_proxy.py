@@ -48,6 +48,7 @@ from flashspec.server import proxy as module
 from flashspec.server.exported import Exported
 from flashspec.server.proxy import Proxy, ProxySettings, serve_proxy
 from flashspec.server.run import bound
+from flashspec.server.upstream import UpstreamError, exchange
 from flashspec.vllm import process as process_module
 from flashspec.vllm.process import ServerProcess
 
@@ -291,7 +292,7 @@ def test_what_only_tells_is_left_out(front: Front) -> None:
         ({"drafter": "ngram"}, "drafter", "unsupported"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens", "unsupported"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens", "invalid_value"),
-        ({"nonsense": 1}, "nonsense", "invalid_value"),
+        ({"nonsense": 1}, "nonsense", "unknown_parameter"),
         (5, None, "invalid_value"),
     ],
 )
@@ -301,7 +302,18 @@ def test_what_cannot_be_honoured_is_refused(front: Front, asked: Any, name: str 
         assert error.status == 400
         assert error.error["code"] == code
         assert error.error["param"] == ("speculative" if name is None else f"speculative.{name}")
+        assert error.error["message"].startswith(error.error["param"])
+        assert "Input should" not in error.error["message"]
     assert len(seen(front.vllm.url)) == count
+
+
+def test_clients_are_not_told_of_the_private_port() -> None:
+    async def ask() -> None:
+        async with exchange("127.0.0.1", free_port(), "GET", b"/"):
+            pass
+
+    with pytest.raises(UpstreamError, match=r"^nobody answers \(Connection refused\)$"):
+        asyncio.run(ask())
 
 
 def test_without_speculation_it_is_off_for_whoever_wants_that(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def serve(
     prefix_memory: Annotated[
         float, typer.Option(min=0, help="GiB for those of finished ones, for prompts that begin alike.")
     ] = 1.0,
+    past_outputs: Annotated[
+        int, typer.Option(min=0, help="Tokens of finished answers that suffix drafts may come from; 0 for none.")
+    ] = 100_000,
     read_seconds: Annotated[
         float, typer.Option(min=0.001, help="How long streams may pause while a prompt is read.")
     ] = 0.2,
@@ -108,8 +111,12 @@ def serve(
     }  # fmt: skip
     check_vllm_only(backend, {**vllm, "dry_run": dry_run})
     try:
-        from flashspec.server.app import Service, Settings
         from flashspec.server.run import bound, serve as run, set_up_log
+
+        if backend == "vllm":  # in front of it there is no engine, and torch takes seconds to import
+            from flashspec.server import proxy  # noqa: F401
+        else:
+            from flashspec.server.app import Service, Settings
     except ImportError as error:
         raise OptionError(
             f"serving needs FastAPI, uvicorn, prometheus-client and llguidance ({error}); "
@@ -151,7 +158,7 @@ def serve(
             model, draft=draft, drafter=drafter, num_speculative_tokens=draft_length(num_speculative_tokens),
             max_batch=max_batch, max_length=max_length,
             cache_memory=AUTO if cache_memory is None else int(cache_memory * GIB),
-            prefix_memory=int(prefix_memory * GIB), read_seconds=read_seconds,
+            prefix_memory=int(prefix_memory * GIB), past_outputs=past_outputs, read_seconds=read_seconds,
             backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
             draft_width=draft_width,
             threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,

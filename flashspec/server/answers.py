@@ -198,24 +198,38 @@ class TextFormat(Format):
 
 
 def usage(jobs: list[Job]) -> dict[str, Any]:
-    """Tokens of a request; prompts are counted once, however many choices there are."""
+    """Tokens of a request; prompts are counted once, however many choices there are.
+
+    Where something was predicted, its drafts count as the prediction's: a drafter does not tell what it guesses from.
+    """
     prompt = sum(len(job.prompt) for job in jobs if job.choice == 0)
     cached = sum(job.timings.num_cached_tokens for job in jobs if job.choice == 0)
     output = sum(job.timings.num_output_tokens for job in jobs)
-    return {
+    told: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(job.predicted is not None for job in jobs):
+        stats = _stats(jobs)
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": stats.num_accepted_tokens,
+            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        }
+    return told
+
+
+def _stats(jobs: list[Job]) -> SpecStats:
+    stats = SpecStats()
+    for job in jobs:
+        stats.merge(job.stats)
+    return stats
 
 
 def metrics(jobs: list[Job]) -> dict[str, Any]:
     """Of a request: times in milliseconds and what speculation did."""
-    stats = SpecStats()
-    for job in jobs:
-        stats.merge(job.stats)
-    timings = [job.timings for job in jobs]
+    stats, timings = _stats(jobs), [job.timings for job in jobs]
     first, last = min(t.first_token for t in timings), max(t.last_token for t in timings)
     tokens = sum(t.num_output_tokens for t in timings)
     decode = last - first

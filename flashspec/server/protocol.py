@@ -1,4 +1,4 @@
-"""What requests may say, in OpenAI's words and ours, and what that asks of the engine.
+"""What requests may say, in OpenAI's words and ours, what that asks of the engine, and what is wrong with one.
 
 It knows the API's fields and SamplingParams; it does not know HTTP or how requests are run. A field that is not
 listed here is refused: silently ignoring it would give another answer than the one asked for.
@@ -6,16 +6,39 @@ listed here is refused: silently ignoring it would give another answer than the 
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence as Seq
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashspec.core import SamplingParams
-from flashspec.errors import OptionError
-from flashspec.grammar import json_object, json_schema
+from flashspec.errors import OptionError, PromptError
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
+MOST_SHOWN = 80  # characters of a value that an error names
+NAMES = {"drafter": "speculative.drafter", "allowed_tokens": "allowed_token_ids"}  # of the engine's options here
+UNION_BRANCH = re.compile(r"\[|^(constrained-)?(str|int|float|bool|dict|list|TextPart|NamedTool)$")  # in a location
+HALF = re.compile(r"[\ud800-\udfff]")
+MUST = {  # what a value of JSON must be, by pydantic's name of the error
+    "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number",
+    "float_type": "a number", "bool_type": "true or false", "list_type": "an array", "dict_type": "an object",
+    "model_type": "an object", "model_attributes_type": "an object", "none_required": "null",
+    "literal_error": "{expected}", "greater_than": "above {gt}", "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}", "string_pattern_mismatch": "a string that matches {pattern}",
+    "string_too_short": "a string of at least {min_length} character",
+}  # fmt: skip
+SENTENCES = {
+    "extra_forbidden": "{name} is not a parameter of this server; leave it out",
+    "missing": "{name} is missing; add it",
+    "too_long": "{name} has {actual_length} entries; it may have {max_length} at most",
+    "too_short": "{name} has {actual_length} entries; it must have {min_length} at least",
+    "string_unicode": "{name} has half a character in it (a lone surrogate); send whole ones",
+    "json_invalid": "{name} is not JSON: {error} (character {at})",
+}
 
 
 class ApiError(Exception):
@@ -34,6 +57,86 @@ class ApiError(Exception):
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shown(value: Any) -> str:
+    """A value as the client wrote it, as far as an error names it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "nested too deeply"
+    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
+
+
+def invalid(errors: Seq[Any], *, within: str = "") -> ApiError:
+    """What is wrong with a body, or with its field ``within``, in a sentence; ``errors`` are pydantic's."""
+    first = min(errors, key=_vagueness)
+    kind, param = first["type"], _path(first, within)
+    code = {"extra_forbidden": "unknown_parameter", "json_invalid": "invalid_json"}.get(kind, "invalid_value")
+    names = {"name": param or "the body", **_limits(first)}
+    if kind == "json_invalid":
+        names |= {"name": "the body", "at": first["loc"][-1]}
+        param = ""
+    if kind in SENTENCES:
+        return ApiError(400, SENTENCES[kind].format(**names), param=param or None, code=code)
+    told = f"{names['name']} is {shown(first['input'])}"
+    if _is_tag(first) and any("TextPart" in str(part) for part in first["loc"]):
+        return ApiError(400, f'{told}; this model reads text only: send parts of type "text"', param=param, code=code)
+    alike = [error for error in errors if _path(error, within) == param and error["type"] in MUST]
+    wanted = dict.fromkeys(MUST[error["type"]].format(**_limits(error)).replace("'", '"') for error in alike)
+    must = " or ".join(wanted) or "what /openapi.json says"
+    return ApiError(400, f"{told}; it must be {must}", param=param or None, code=code)
+
+
+def _limits(error: Any) -> dict[str, Any]:
+    """What was asked for, with 1 in place of 1.0."""
+    given = error.get("ctx", {}).items()
+    return {name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in given}
+
+
+def _path(error: Any, within: str) -> str:
+    """Where something stands, as OpenAI writes it: messages[0].role."""
+    location: list[str | int] = [within, *error["loc"]]
+    names = [part for part in location if not UNION_BRANCH.search(str(part))]
+    if error["type"] == "extra_forbidden" and names[-1] != location[-1]:  # it may be called anything
+        names.append(location[-1])
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name:.{MOST_SHOWN}}" for name in names).lstrip(".")
+
+
+def _vagueness(error: Any) -> tuple[int, int]:
+    """Of a union's complaints, those of the branch that was meant and those deep inside say more than a wrong type."""
+    if _is_tag(error):
+        rank = 0
+    elif error["type"] == "extra_forbidden":
+        rank = 1
+    else:
+        rank = 3 if error["type"].endswith("_type") or error["type"] == "literal_error" else 2
+    return rank, -len(error["loc"])
+
+
+def _is_tag(error: Any) -> bool:
+    """Whether something says of itself that it is of a kind that cannot stand there."""
+    return error["type"] == "literal_error" and error["loc"][-1:] == ("type",) and isinstance(error["input"], str)
+
+
+@contextlib.contextmanager
+def about(param: str | None = None) -> Iterator[None]:
+    """The engine's refusals as ours, of the field ``param``; without it, of the one that their first word names."""
+    try:
+        yield
+    except (OptionError, PromptError) as error:
+        text = str(error)
+        if param is None:
+            name, _, rest = text.partition(" ")
+            param = NAMES.get(name, name)
+            text = f"{param} {rest}"
+        raise ApiError(400, text, param=param, code="invalid_value") from error
+
+
+def check_characters(text: str, param: str) -> None:
+    """Raise ApiError for the halves of characters that JSON lets through and tokenizers do not."""
+    if HALF.search(text):
+        raise ApiError(400, SENTENCES["string_unicode"].format(name=param), param=param, code="invalid_value")
 
 
 class _Strict(BaseModel):
@@ -130,6 +233,9 @@ class Prediction(_Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+_Stop = Annotated[str, Field(min_length=1)]
+
+
 class _Request(_Strict):
     """What both endpoints share."""
 
@@ -140,7 +246,7 @@ class _Request(_Strict):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -152,13 +258,17 @@ class _Request(_Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     return_token_ids: bool | None = None  # beside the text
     return_tokens_as_token_ids: bool | None = None  # in log probabilities: token_id:N
     speculative: Speculative | None = None
 
     def sampling(self, *, max_tokens: int, **more: Any) -> SamplingParams:
-        """The engine's parameters. Without a temperature it is 1, as with OpenAI."""
+        """The engine's parameters. Without a temperature it is 1, as with OpenAI.
+
+        Raises:
+            ApiError: fields that do not go together.
+        """
         given: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -175,7 +285,8 @@ class _Request(_Strict):
             "allowed_tokens": self.allowed_token_ids,
             **more,
         }
-        return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
+        with about():
+            return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
 
     @property
     def has_usage(self) -> bool:
@@ -220,34 +331,29 @@ class CompletionRequest(_Request):
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
         if not prompt:
-            raise ApiError(400, "prompt is an empty list; give at least one text", param="prompt", code="invalid_value")
+            text = "prompt is an empty array; give at least one text"
+            raise ApiError(400, text, param="prompt", code="invalid_value")
         return list(prompt)
 
     def check(self) -> None:
         """Raise ApiError for what OpenAI's API has and this one does not."""
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, f"best_of is {self.best_of}; only n is supported", param="best_of", code="unsupported")
+            text = f"best_of is {self.best_of}; only n is supported; leave it out"
+            raise ApiError(400, text, param="best_of", code="unsupported")
         if self.suffix:
             raise ApiError(400, "suffix is not supported; leave it out", param="suffix", code="unsupported")
         if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported", param="echo", code="unsupported")
-
-
-def grammar_of(format: ResponseFormat | None) -> Any:
-    """The grammar that a response format asks for; None for any text."""
-    if format is None or format.type == "text":
-        return None
-    if format.type == "json_object":
-        return json_object()
-    if format.json_schema is None:
-        raise ApiError(
-            400, "response_format json_schema needs a json_schema", param="response_format", code="invalid_value"
-        )
-    return json_schema(format.json_schema.schema_)
+            raise ApiError(400, "echo with logprobs is not supported; leave one out", param="echo", code="unsupported")
 
 
 def _token_ids(bias: dict[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in (bias or {}).items()}
-    except ValueError as error:
-        raise OptionError(f"logit_bias maps token ids to numbers: {error}") from error
+    found: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        try:
+            found[int(token)] = value
+        except ValueError:
+            raise ApiError(
+                400, f"logit_bias has the key {shown(token)}; its keys must be token ids", param="logit_bias",
+                code="invalid_value",
+            ) from None  # fmt: skip
+    return found

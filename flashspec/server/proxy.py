@@ -26,10 +26,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 from flashspec.errors import FlashSpecError
-from flashspec.server.app import EVENT_STREAM, POLICY, Json, as_api_error, event, gone
 from flashspec.server.exported import Exported
 from flashspec.server.gate import App, Gate, Receive, Scope, Send, encoded
-from flashspec.server.protocol import ApiError, Speculative
+from flashspec.server.protocol import ApiError, Speculative, invalid, shown
+from flashspec.server.replies import EVENT_STREAM, POLICY, Json, as_api_error, event, gone
 from flashspec.server.run import BACKLOG, ENDED_AT_ONCE, _Server
 from flashspec.server.upstream import Answer, Headers, UpstreamError, exchange, passed
 from flashspec.vllm.process import Progress, ServerProcess
@@ -195,9 +195,7 @@ class Proxy:
         try:
             told = Speculative.model_validate(asked)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(["speculative", *map(str, first["loc"])])
-            raise ApiError(400, f"{name}: {first['msg']}", param=name, code="invalid_value") from None
+            raise invalid(error.errors(), within="speculative") from None
         is_off = not told.enabled or told.drafter == "none" or told.num_speculative_tokens == 0
         if is_off and not self.speculates:
             return
@@ -205,7 +203,7 @@ class Proxy:
         if is_off:
             name, why, how = "enabled", "vLLM drafts for all requests or for none", "ask one with --drafter none"
         elif told.drafter is not None:
-            name, why = "drafter", f"vLLM's drafter is chosen when it starts, so {told.drafter!r} cannot be"
+            name, why = "drafter", f"vLLM's drafter is chosen when it starts, so {shown(told.drafter)} cannot be"
         elif told.num_speculative_tokens is not None:
             name, why = "num_speculative_tokens", "vLLM's draft length is chosen when it starts"
         else:

@@ -15,12 +15,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
 
 from flashspec.errors import OptionError
-from flashspec.server.app import Service, create_app
+
+if TYPE_CHECKING:
+    from flashspec.server.service import Service
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130  # exit code after a second signal
@@ -46,6 +48,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 def serve(service: Service, sock: socket.socket) -> None:
     """Answer on a bound socket until a signal comes."""
+    from flashspec.server.app import create_app  # brings torch, and the proxy, which is run from here, has none
+
     config = uvicorn.Config(
         create_app(service), log_config=None, access_log=False, backlog=BACKLOG, timeout_keep_alive=30, ws="none",
         server_header=False,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashspec.core import Grammar
-from flashspec.server.protocol import ApiError, ChatRequest, NamedTool, Tool
+from flashspec.server.protocol import ApiError, ChatRequest, NamedTool, Tool, shown
 
 BEGIN, END = "<tool_call>\n", "\n</tool_call>"
 MARK = BEGIN.strip()
@@ -29,16 +29,15 @@ def chosen(request: ChatRequest) -> list[Tool]:
     if choice in (None, "none", "auto") and not tools:
         return []
     if not tools:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+        text = "tool_choice needs tools; add some, or leave it out"
+        raise ApiError(400, text, param="tool_choice", code="invalid_value")
     if choice == "none":
         return []
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
         if not tools:
-            raise ApiError(
-                400, f"tool_choice names {choice.function.name!r}, which is not among the tools",
-                param="tool_choice", code="invalid_value",
-            )  # fmt: skip
+            text = f"tool_choice names {shown(choice.function.name)}, which is not among the tools; add it to them"
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
     return tools
 
 

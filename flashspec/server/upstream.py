@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence as Seq
 
 import h11
@@ -51,7 +52,9 @@ class Answer:
         try:
             while (event := self._connection.next_event()) is h11.NEED_DATA:
                 self._connection.receive_data(await self._reader.read(READ_BYTES))
-        except (OSError, h11.RemoteProtocolError) as error:
+        except OSError as error:
+            raise UpstreamError(f"the connection was lost ({_why(error)})") from error
+        except h11.RemoteProtocolError as error:
             raise UpstreamError(f"the connection was lost ({error})") from error
         return event  # type: ignore[return-value]  # it is not NEED_DATA
 
@@ -69,7 +72,7 @@ async def exchange(
         async with asyncio.timeout(CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
     except OSError as error:
-        raise UpstreamError(f"nobody answers ({error or 'it took too long'})") from error
+        raise UpstreamError(f"nobody answers ({_why(error)})") from error
     try:
         connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=READ_BYTES)
         writer.write(_spoken(connection, method, target, f"{host}:{port}".encode(), headers or [], body))
@@ -80,6 +83,11 @@ async def exchange(
         yield answer
     finally:
         writer.transport.abort()  # at once: the server ends what nobody waits for
+
+
+def _why(error: OSError) -> str:
+    """In the system's words: Python's name our private address, and clients are told of it."""
+    return os.strerror(error.errno) if error.errno else "it took too long"
 
 
 def passed(headers: Seq[tuple[bytes, bytes]], *, without: frozenset[bytes]) -> Headers:

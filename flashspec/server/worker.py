@@ -7,16 +7,21 @@ in jobs and cancellations and gets chunks, all of one step in one call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flashspec.core import Chunk, Constraint, SamplingParams, SpecStats, Timings
-from flashspec.engine import LocalEngine
 from flashspec.errors import FlashSpecError
 from flashspec.metrics import Metrics
 from flashspec.text import Encoded
+
+if TYPE_CHECKING:
+    from flashspec.engine import LocalEngine
 
 logger = logging.getLogger("flashspec.server")
 
@@ -83,6 +88,7 @@ class Worker:
 
     def start(self) -> None:
         """Begin, from inside the event loop that will be answered."""
+        let_helpers_go()
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -200,23 +206,33 @@ class Worker:
             job.stats, job.timings = stats, timings
         except FlashSpecError as error:
             return [_failed(job.id, error)]
-        except Exception as error:
+        except Exception:
             logger.exception("request %s could not be begun", job.id)
-            return [_failed(job.id, EngineError(f"internal error: {type(error).__name__}"))]
+            return [_failed(job.id, EngineError("internal error; the server's log has it"))]
         return []
 
     def _step(self) -> list[Chunk]:
         try:
             chunks = self.engine.step()
-        except Exception as error:  # whose fault it is cannot be told: the newest goes first
+        except Exception:  # whose fault it is cannot be told: the newest goes first
             logger.exception("a step failed")
             chunks, scheduler = list(self.engine.last_chunks), self.engine.scheduler
             if scheduler.running or scheduler.waiting:
                 name = (scheduler.running or scheduler.waiting)[-1].id
                 self.engine.abort(name)
-                chunks.append(_failed(name, EngineError(f"internal error: {type(error).__name__}")))
+                chunks.append(_failed(name, EngineError("internal error; the server's log has it")))
         self.metrics.observe_step(self.engine)
         return chunks
+
+
+def let_helpers_go() -> None:
+    """End the helper threads that OpenMP keeps for this one, which has computed so far and now only waits.
+
+    The engine's thread has helpers of its own; with more of them than cores OpenMP lets each sleep as soon as an
+    operation is done, and a forward of many short ones takes a third longer (docs/log.md).
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another runtime, or none
+        ctypes.CDLL(None).omp_pause_resource_all(1)  # 1 is "soft": they come back where they are needed
 
 
 def _failed(name: str, error: FlashSpecError) -> Chunk:
