@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._width = 0
         self._rows: slice | Tensor = slice(0, 0)
         self._slots: Tensor | slice = slice(0, 0)
+        self._rows_index = self._owners = torch.empty(0, dtype=torch.long)  # of scattered tokens; of packed ones
 
     # rows
 
@@ -115,40 +117,53 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     # a forward
 
-    def prepare(self, feeds: Seq[Feed], *, device: torch.device) -> dict[str, Tensor]:
+    def prepare(self, feeds: Seq[Feed], *, device: torch.device, packed: bool = False) -> dict[str, Tensor]:
         """Make room for a forward over ``feeds`` (rows ascending) and say where its tokens go.
+
+        Args:
+            packed: the rows' tokens one after the other in one row of the forward, without padding; who attends has to
+                know which are whose.
 
         Returns:
             input_ids and position_ids [rows, m], and ``visible`` [rows, 1, m, width] bool with ``key_positions``
-            [rows, width], from which ``additive_mask`` makes the masks.
+            [rows, 1, width], from which ``additive_mask`` makes the masks. Packed, with the tokens T of all rows:
+            [1, T], [1, 1, T, width] and [1, T, width].
         """
         m = max(len(feed) for feed in feeds)
         used = max(self.lengths[feed.row] + len(feed.unseen) + len(feed.draft) for feed in feeds)
         self._width = max(used, min(-(-used // self.rounding) * self.rounding, self.max_length))
         self._reserve(len(self.lengths), self._width)
-        ids, positions, slots = [], [], []
+        ids: list[list[int]] = []
+        positions: list[list[int]] = []
+        slots: list[list[int]] = []
         for feed in feeds:
-            base, pad, stored = self.lengths[feed.row], m - len(feed), feed.num_stored
+            base, pad, stored = self.lengths[feed.row], 0 if packed else m - len(feed), feed.num_stored
             start = base + len(feed.unseen)
             ids.append([0] * pad + feed.unseen + feed.draft.tokens[stored:])
             below = [start + depth for depth in depths(feed.draft.parents)[stored:]]
             positions.append([0] * pad + list(range(base, start)) + below)
             slots.append([self.capacity] * pad + list(range(base + stored, base + stored + len(feed))))
-        self._address(feeds, slots, device)
-        position_ids = torch.tensor(positions, device=device)
-        key_positions = torch.arange(self._width, device=device).expand(len(feeds), -1)
+        self._address(feeds, slots, device, packed=packed)
+        if packed:
+            ids, positions, slots = ([list(chain.from_iterable(rows))] for rows in (ids, positions, slots))
+        places = torch.arange(self._width, device=device)
         # padding sees slot 0, so that no row of the softmax is empty
         seen_up_to = torch.tensor(
             [[slot if slot < self.capacity else 0 for slot in row] for row in slots], device=device
         )
-        visible = key_positions[:, None, :] <= seen_up_to[:, :, None]
-        if any(not feed.draft.is_chain for feed in feeds):
+        visible = places <= seen_up_to[:, :, None]
+        trees = [(index, feed) for index, feed in enumerate(feeds) if not feed.draft.is_chain]
+        key_positions = places.expand(len(feeds), 1, -1)
+        if trees:
             key_positions = key_positions.clone()
-            for index, feed in enumerate(feeds):
-                self._show_tree(feed, visible[index], key_positions[index])
+            parts = torch.split(visible[0], [len(feed) for feed in feeds]) if packed else visible.unbind()
+            for index, feed in trees:
+                self._show_tree(feed, parts[index], key_positions[index, 0])
+        if packed:
+            key_positions = key_positions.transpose(0, 1)[:, self._owners]
         return {
             "input_ids": torch.tensor(ids, device=device),
-            "position_ids": position_ids,
+            "position_ids": torch.tensor(positions, device=device),
             "visible": visible[:, None],
             "key_positions": key_positions,
         }
@@ -156,7 +171,10 @@ class SlotCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model: store [rows, kv_heads, m, head_dim], return [rows, kv_heads, width, head_dim]."""
+        """Called by the model: store [rows, kv_heads, m, head_dim], return [rows, kv_heads, width, head_dim].
+
+        Of a packed forward it stores [1, kv_heads, T, head_dim] and returns the same.
+        """
         keys = self._write(self.keys, layer_idx, key_states)
         values = self._write(self.values, layer_idx, value_states)
         return keys, values
@@ -217,12 +235,17 @@ class SlotCache(Cache):  # type: ignore[misc]
                 f"({needed / 2**30:.1f} GiB); run fewer sequences at once or shorten the context"
             ) from error
 
-    def _address(self, feeds: Seq[Feed], slots: list[list[int]], device: torch.device) -> None:
+    def _address(self, feeds: Seq[Feed], slots: list[list[int]], device: torch.device, *, packed: bool) -> None:
         rows = [feed.row for feed in feeds]
         in_order = rows == list(range(rows[0], rows[0] + len(rows)))
         self._rows = slice(rows[0], rows[0] + len(rows)) if in_order else torch.tensor(rows, device=device)
         same = all(row == slots[0] for row in slots) and self.capacity not in slots[0]
-        if in_order and same:  # one row, or rows in step: a plain copy is cheaper than a scatter
+        if packed:
+            owners = [index for index, row in enumerate(slots) for _ in row]
+            self._owners = torch.tensor(owners, device=device)
+            self._rows_index = torch.tensor([[rows[index] for index in owners]], device=device)
+            self._slots = torch.tensor([list(chain.from_iterable(slots))], device=device)
+        elif in_order and same:  # one row, or rows in step: a plain copy is cheaper than a scatter
             self._slots = slice(slots[0][0], slots[0][-1] + 1)
         else:
             self._rows_index = torch.tensor(rows, device=device)[:, None]
@@ -259,7 +282,7 @@ def additive_mask(prepared: dict[str, Tensor], *, window: int | None, dtype: tor
     """
     visible = prepared["visible"]
     if window is not None:
-        distance = prepared["position_ids"][:, :, None] - prepared["key_positions"][:, None, :]
+        distance = prepared["position_ids"][:, :, None] - prepared["key_positions"]
         visible = visible & (distance < window)[:, None]
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)

@@ -169,9 +169,8 @@ class QuickController:
         if budget == 0:
             return
         text = self._last = self._texts.setdefault(seq.id, _Text())
-        text.drafting += (1 - DECAY) * ((len(draft) > 0) - text.drafting)
         self._calibration.observe(text.guesses, draft, range(num_accepted) if accepted is None else accepted)
-        self.pace(seq, 1 + num_accepted, self.costs.step(1 + len(draft)))
+        self.pace(seq, draft, 1 + num_accepted, self.costs.step(1 + len(draft), self._rows))
 
     def observe_unused(self, seq: Sequence, draft: Draft, *, since: int) -> None:
         """What would have become of a draft that was not scored: what the sequence has from ``since`` on tells.
@@ -183,21 +182,23 @@ class QuickController:
         held = next((i for i, token in enumerate(known.tokens) if token != came[i]), len(known))
         self._calibration.observe(self._texts.setdefault(seq.id, _Text()).guesses, known, range(held))
 
-    def pace(self, seq: Sequence, tokens: int, seconds: float) -> None:
-        """What a step brought, and what it should have cost."""
-        self._texts.setdefault(seq.id, _Text()).pace.observe(tokens, seconds)
+    def pace(self, seq: Sequence, draft: Draft, tokens: int, seconds: float) -> None:
+        """What a step with a draft, whoever made it, brought, and what it should have cost."""
+        text = self._texts.setdefault(seq.id, _Text())
+        text.drafting += (1 - DECAY) * ((len(draft) > 0) - text.drafting)
+        text.pace.observe(tokens, seconds)
 
     def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
-        width = 1 + max(map(len, drafts))
-        self.costs.observe(width, len(drafts), forward=times.forward, settling=times.settling)
+        self.costs.observe(list(map(len, drafts)), forward=times.forward, settling=times.settling)
 
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq.id, None)
 
     def _price(self, text: _Text, n: int) -> float:
         """Tokens that would come in the time that n guesses add to a step, of which other rows pay their share."""
-        wider = self.costs.step(n + 1, self._rows) - self.costs.step(1, self._rows)
-        return text.rate * wider / (1 + text.others)
+        drafting = 1 + text.others
+        wider = self.costs.drafted(n, self._rows, drafting) - self.costs.step(1, self._rows)
+        return text.rate * wider / drafting
 
 
 @dataclass(slots=True)
@@ -299,6 +300,7 @@ class HybridController:
         self.max_tokens = max_tokens
         self.quick_name = quick_name
         self.costs = self.slow.costs
+        self._rows = 1
         self._slow_budgets: dict[str, int] = {}  # of this step
         self._lengths: dict[str, int] = {}  # of the sequences, when this step began
         self._passed_over: dict[str, Draft] = {}  # quick drafts that gave way to slow ones
@@ -308,6 +310,7 @@ class HybridController:
     def budgets(self, seqs: Seq[Sequence], limits: Seq[int], backlogs: Seq[int]) -> list[int]:
         """What the quick drafter may try. What is left to the slow one is decided when its guesses are there."""
         budgets = self.quick.budgets(seqs, limits, backlogs)
+        self._rows = len(seqs)
         for seq in seqs:
             others = self._others.setdefault(seq.id, self._typical())
             self.slow.compare(seq, others.rate * len(seqs), has_rival=self._quick_speedup > RIVAL)
@@ -354,14 +357,14 @@ class HybridController:
         slow = self._slow_budgets.get(seq.id, 0) if budget else 0
         if slow:
             self.slow.observe(seq, slow, draft, num_accepted, accepted=accepted, sureness=sureness)
-            seconds = self.slow.costs.step(1 + len(draft)) + self.slow.costs.draft(len(draft))
-            self.quick.pace(seq, 1 + num_accepted, seconds)
+            seconds = self._step(len(draft)) + self.slow.costs.draft(len(draft), self._rows)
+            self.quick.pace(seq, draft, 1 + num_accepted, seconds)
             self.quick.observe_unused(seq, self._passed_over.get(seq.id, EMPTY), since=self._lengths[seq.id])
-            tokens, seconds = 1, self.slow.costs.step(1)  # plain decoding, had it not been asked
+            tokens, seconds = 1, self._step(0)  # plain decoding, had it not been asked
         else:
             self.slow.observe(seq, 0, EMPTY, 0, sureness=sureness)
             self.quick.observe(seq, budget, draft, num_accepted, accepted=accepted)
-            tokens, seconds = 1 + num_accepted, self.slow.costs.step(1 + len(draft))
+            tokens, seconds = 1 + num_accepted, self._step(len(draft))
         self._others.setdefault(seq.id, self._typical()).observe(tokens, seconds)
 
     def observe_times(self, drafts: Seq[Draft], budgets: Seq[int], backlogs: Seq[int], times: Times) -> None:
@@ -379,12 +382,16 @@ class HybridController:
             held.pop(seq.id, None)
         others = self._others.pop(seq.id, None)
         if others is not None and seq.num_output_tokens > KNOWN_AFTER:
-            speedup = min(others.rate * self.slow.costs.step(1), MOST_SPEEDUP)
+            speedup = min(others.rate * self._step(0), MOST_SPEEDUP)
             self._quick_speedup += NEWEST * (speedup - self._quick_speedup)
+
+    def _step(self, drafted: int) -> float:
+        """Seconds of a step, if all rows of the batch were like this one."""
+        return self.slow.costs.step(1 + drafted, self._rows)
 
     def _typical(self) -> _Pace:
         """What the last few texts make one expect of a new one, worth some steps of its own."""
-        return _Pace(KNOWN_AFTER * self._quick_speedup, KNOWN_AFTER * self.slow.costs.step(1))
+        return _Pace(KNOWN_AFTER * self._quick_speedup, KNOWN_AFTER * self._step(0))
 
     def _is_better(self, seq: Sequence, draft: Draft, slow_budget: int, *, rows: int) -> bool:
         """Whether a quick draft is worth more, though the slow drafter has to read what comes of it later."""

@@ -220,25 +220,36 @@ class StepCosts:
         self.sampling = 0.0  # for each scored position
         self.extra = 0.0  # for each draft token, beyond the draft model's forward
         self._ratios: deque[float] = deque(maxlen=9)
-        self._by_shape: dict[tuple[int, int], deque[float]] = {}  # likewise, of each width and number of rows
-        self._scales: dict[tuple[int, int], float] = {}  # what follows from these: asked many times a step
+        self._by_shape: dict[tuple[float, int], deque[float]] = {}  # likewise, of each width and number of rows
+        self._scales: dict[tuple[float, int], float] = {}  # what follows from these: asked many times a step
         self._num_steps = self._num_drafts = 0
 
-    def step(self, width: int, rows: int = 1) -> float:
-        """Scoring and settling ``rows`` rows of ``width`` positions."""
-        return self.target(width, rows) * self._scale(width, rows) + self.sampling * width * rows
+    def step(self, width: float, rows: int = 1) -> float:
+        """Scoring and settling ``rows`` rows of ``width`` positions, on the mean where rows are packed."""
+        return self.target(width, rows) * self._scale(*self._shape(width, rows)) + self.sampling * width * rows
 
-    def _scale(self, width: int, rows: int) -> float:
+    def drafted(self, n: float, rows: int, drafting: float) -> float:
+        """A step in which ``drafting`` of the rows have n draft tokens; the others are padded or packed beside them."""
+        return self.step(1 + n * drafting / rows if self.target.is_ragged else 1 + n, rows)
+
+    def _shape(self, width: float, rows: int) -> tuple[float, int]:
+        """What forwards are told apart by: packed ones by their tokens, of which many numbers come."""
+        if not self.target.is_ragged:
+            return width, rows
+        tokens = round(width * rows)
+        return (tokens if tokens < 32 else 8 * round(tokens / 8)), 1
+
+    def _scale(self, width: float, rows: int) -> float:
         """What such a forward takes over what was measured: of all forwards seen, those of about this size most."""
         known = self._scales.get((width, rows))
         if known is None:
-            known = self._scales[width, rows] = self._scale_of(width, rows)
+            known = self._scales[width, rows] = self._scale_of(width * rows)
         return known
 
-    def _scale_of(self, width: int, rows: int) -> float:
+    def _scale_of(self, tokens: float) -> float:
         weight, total = SHAPE_PRIOR, SHAPE_PRIOR * self.scale
-        for (other, others), seen in self._by_shape.items():
-            near = len(seen) / (1 + (4 * math.log2(width * rows / (other * others))) ** 2)
+        for (width, rows), seen in self._by_shape.items():
+            near = len(seen) / (1 + (4 * math.log2(tokens / (width * rows))) ** 2)
             weight, total = weight + near, total + near * statistics.fmean(seen)
         return total / weight
 
@@ -257,12 +268,15 @@ class StepCosts:
             return 0.0
         return (self.draft_model(tokens) - self.draft_model(1)) * self.scale
 
-    def observe(self, width: int, rows: int, *, forward: float, settling: float) -> None:
+    def observe(self, drafts: Seq[int], *, forward: float, settling: float) -> None:
+        """What a step took whose rows had so many draft tokens."""
+        rows = len(drafts)
+        width = 1 + (sum(drafts) / rows if self.target.is_ragged else max(drafts))
         ratio = forward / self.target(width, rows)
         self._ratios.append(ratio)
         self.scale = statistics.median(self._ratios)
         # a step that something else has disturbed tells nothing of its shape
-        self._by_shape.setdefault((width, rows), deque(maxlen=9)).append(min(ratio, 1.5 * self.scale))
+        self._by_shape.setdefault(self._shape(width, rows), deque(maxlen=9)).append(min(ratio, 1.5 * self.scale))
         self._scales.clear()
         self._num_steps += 1
         self.sampling += max(0.1, 1 / self._num_steps) * (settling / (width * rows) - self.sampling)
@@ -328,7 +342,7 @@ class Controller:
         chance = self._calibration.chances(state.guesses, confidences)[-1]
         rate, rows, drafting = state.goal
         n = len(confidences)
-        wider = self.costs.step(n + 1, rows) - self.costs.step(n, rows)
+        wider = self.costs.drafted(n, rows, drafting) - self.costs.drafted(n - 1, rows, drafting)
         longer = self.costs.draft(n, round(drafting)) - self.costs.draft(n - 1, round(drafting))
         if chance >= rate * (wider + longer) / drafting:
             return True
@@ -347,7 +361,7 @@ class Controller:
         if state is None:
             return len(confidences)
         rate, rows, drafting = state.goal
-        steps = [self.costs.step(n + 1, rows) for n in range(len(confidences) + 1)]
+        steps = [self.costs.drafted(n, rows, drafting) for n in range(len(confidences) + 1)]
         gains = accumulate(self._calibration.chances(state.guesses, confidences, parents), initial=0.0)
         worth_of = [gain - rate * (step - steps[0]) / drafting for gain, step in zip(gains, steps, strict=True)]
         return max(worth_of.index(max(worth_of)), int(state.is_probing))
@@ -367,11 +381,10 @@ class Controller:
         """Tokens that a draft of up to k is expected to bring, less what its seconds would bring at ``rate``."""
         state = self._states[seq.id]
         outlook = state.outlook or NOTHING
-        steps = [self.costs.step(width + 1, rows) for width in range(k + 1)]
+        drafting = max(state.goal[2], 1.0)
+        steps = [self.costs.drafted(n, rows, drafting) for n in range(k + 1)]
         wider = self._seconds(k, [outlook], steps) - steps[0]
-        return outlook.gain(k) - rate * (
-            wider / max(state.goal[2], 1.0) + state.reading
-        )  # rows that draft share a width
+        return outlook.gain(k) - rate * (wider / drafting + state.reading)  # rows that draft share a width
 
     def withdraw(self, seq: Sequence) -> None:
         """The draft that ``budgets`` allowed is not made: another drafter had a better one."""
@@ -449,8 +462,8 @@ class Controller:
         Args:
             drafted: the longest draft that the drafting time went into, where not all drafts were this drafter's.
         """
-        longest, asked = max(map(len, drafts)), sum(budget > 0 for budget in budgets)
-        self.costs.observe(1 + longest, len(drafts), forward=times.forward, settling=times.settling)
+        asked = sum(budget > 0 for budget in budgets)
+        self.costs.observe(list(map(len, drafts)), forward=times.forward, settling=times.settling)
         drafted = max(height(draft.parents) for draft in drafts) if drafted is None else drafted
         if drafted and asked and max(backlogs) <= FREE_READING:
             self.costs.observe_draft(drafted, asked, times.drafting)
@@ -513,8 +526,8 @@ class Controller:
     def _best(self, outlooks: Seq[_Outlook]) -> tuple[int, set[int], float]:
         """The k, the sequences that draft and the tokens a second, all rows together.
 
-        The rows of a forward are padded to the longest draft: width is paid for by all, so one k is chosen for the
-        batch, and the sequences whose drafts bring most use it.
+        Where the rows of a forward are padded to the longest draft, width is paid for by all: so one k is chosen for
+        the batch, and the sequences whose drafts bring most use it.
         """
         rows = len(outlooks)
         plain = self.costs.step(1, rows)
@@ -528,11 +541,18 @@ class Controller:
             for count in _halvings(len(gains)):
                 chosen = {i for _, i in gains[:count]}
                 gain = sum(gain for gain, _ in gains[:count])
-                seconds = self._seconds(k, [outlooks[i] for i in chosen], steps)
+                seconds = self._of_batch(k, [outlooks[i] for i in chosen], steps, rows)
                 rate = (rows + gain) / seconds
                 if rate > best[2] and gain > MARGIN * rows * (seconds / plain - 1):
                     best = (k, chosen, rate)
         return best
+
+    def _of_batch(self, k: int, outlooks: Seq[_Outlook], steps: Seq[float], rows: int) -> float:
+        """Seconds of a step in which these draft."""
+        if not self.costs.target.is_ragged:
+            return self._seconds(k, outlooks, steps)
+        tokens = sum(outlook.reach(length) for outlook in outlooks for length in range(1, k + 1))
+        return self.costs.drafted(tokens, rows, 1) + self._drafting(k, outlooks)
 
     def _seconds(self, k: int, outlooks: Seq[_Outlook], steps: Seq[float]) -> float:
         """Of a step, by how long the longest of its drafts is likely to be."""
@@ -541,13 +561,16 @@ class Controller:
             no_longer = 1.0 if length == k else math.prod(1 - outlook.reach(length + 1) for outlook in outlooks)
             seconds += (no_longer - below) * steps[length]
             below = no_longer
-        drafting = sum(max(outlook.reach(length) for outlook in outlooks) for length in range(1, k + 1))
-        return seconds + drafting * self.costs.draft(1, len(outlooks))
+        return seconds + self._drafting(k, outlooks)
+
+    def _drafting(self, k: int, outlooks: Seq[_Outlook]) -> float:
+        longest = sum(max(outlook.reach(length) for outlook in outlooks) for length in range(1, k + 1))
+        return longest * self.costs.draft(1, len(outlooks))
 
     def _probe(self, state: _State, limit: int, backlog: int, rows: int) -> int:
         """One draft token now and then where drafting does not pay, so that it can come back."""
         plain = self.costs.step(1, rows)
-        price = self.costs.reading(backlog) + self.costs.draft(1) + self.costs.step(2, rows) - plain
+        price = self.costs.reading(backlog) + self.costs.draft(1) + self.costs.drafted(1, rows, 1) - plain
         is_due = state.num_idle >= state.wait
         earned = PROBE_SHARE * state.num_idle * plain / rows  # all rows wait for one that probes
         state.is_probing = limit > 0 and is_due and (state.wait == 0 or price <= earned)

@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class CostCurve:
 
     widths: tuple[tuple[int, float], ...]  # (tokens in one row, seconds), ascending
     rows: tuple[tuple[int, float], ...] = ()  # (rows of one token, seconds), ascending
+    is_ragged: bool = False  # rows of different widths cost what their tokens cost; else the widest sets the price
 
     def __call__(self, width: float, rows: int = 1) -> float:
         seconds = _line(self.widths, width * rows)
@@ -77,7 +78,13 @@ def measure(target: Target, *, max_rows: int = 1, widths: Seq[int] = WIDTHS, rep
     return CostCurve(
         _rising((width, singles[1, width]) for width in usable),
         ((1, singles[1, 1]), *_rising((count, batched[count, 1]) for count in counts)) if counts else (),
+        is_ragged=is_ragged(target),
     )
+
+
+def is_ragged(target: Target) -> bool:
+    """Whether its forwards put rows of different widths together without padding."""
+    return bool(getattr(target, "packs_rows", False))
 
 
 def of_calls(call: Callable[[int], object], widths: Seq[int], *, repeats: int = REPEATS) -> CostCurve:
@@ -161,7 +168,7 @@ def measured(
         begin()
         curve = measure(target, max_rows=max_rows, widths=widths)
         _write(file, identity, curve)
-    return curve
+    return replace(curve, is_ragged=is_ragged(target))
 
 
 def _read(file: Path, identity: dict[str, Any]) -> CostCurve | None:

@@ -175,7 +175,7 @@ async def servers(options: argparse.Namespace) -> dict[str, Any]:
     prompts = conversations(options.prompts, options.limit)
     found: dict[str, Any] = {}
     texts: dict[str, dict[int, str]] = {url: {} for url in options.urls}
-    others = {url: [pid for pid in options.pids if pid != own] for url, own in zip(options.urls, options.pids, strict=False)}
+    pids = dict(zip(options.urls, options.pids, strict=True)) if options.pids else {}
     for count in options.clients:
         asked = (prompts * (2 * count // len(prompts) + 1))[: max(2 * count, len(prompts))]
         rates: dict[str, list[float]] = {url: [] for url in options.urls}
@@ -184,7 +184,7 @@ async def servers(options: argparse.Namespace) -> dict[str, Any]:
                 bodies = [body(options, messages) for messages in asked]
                 for each in bodies:
                     del each["speculative"]  # ours alone
-                with stopped(others.get(url, [])):
+                with stopped([pid for other, pid in pids.items() if other != url]):
                     seconds, replies = await crowd(url, bodies, count)
                 assert all(reply.is_whole for reply in replies), [r.error for r in replies if not r.is_whole]
                 rates[url].append(sum(reply.usage["completion_tokens"] for reply in replies) / seconds)

@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from flashspec.controller import (
     Rates,
     StepCosts,
     Times,
+    _Outlook,
 )
 from flashspec.core import EMPTY, FIRST_TOKEN, LAST_TOKEN, ROOT, Draft, SamplingParams, Sequence
 from flashspec.costs import CostCurve
@@ -312,6 +313,55 @@ def test_reasons_for_no_draft() -> None:
 
 
 # batches
+
+STEEP = CostCurve(((1, 1.0), (8, 1.2), (16, 1.6), (64, 5.0)), ((1, 1.0), (4, 1.1), (8, 1.2)))
+
+
+def test_a_padded_row_pays_for_the_width_and_a_packed_one_for_its_tokens() -> None:
+    padded, packed = StepCosts(STEEP), StepCosts(replace(STEEP, is_ragged=True))
+    assert padded.drafted(3, 8, 1) == pytest.approx(STEEP(4, 8))
+    assert packed.drafted(3, 8, 1) == pytest.approx(STEEP(11 / 8, 8))
+    assert packed.drafted(3, 8, 8) == padded.drafted(3, 8, 8)
+    assert packed.drafted(0, 8, 3) == packed.step(1, 8)
+
+
+def test_what_a_packed_step_took_is_told_by_its_tokens() -> None:
+    costs = StepCosts(replace(STEEP, is_ragged=True))
+    for _ in range(20):
+        costs.observe([7, 0, 0, 0, 0, 0, 0, 1], forward=2 * STEEP(2, 8), settling=0.0)
+    assert costs.drafted(8, 8, 1) == pytest.approx(2 * STEEP(2, 8))
+    rng = random.Random(0)
+    for _ in range(3000):
+        costs.observe([rng.randrange(17) for _ in range(16)], forward=1.0, settling=0.0)
+    assert len(costs._by_shape) < 100, "it is gone through at each step"
+
+
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_one_sure_row_of_many_drafts_where_it_does_not_widen_the_others(is_ragged: bool) -> None:
+    controller = QuickController(replace(STEEP, is_ragged=is_ragged))
+    seqs = [Sequence(f"s{i}", [0] * 20, 10, SamplingParams(max_tokens=90)) for i in range(8)]
+    lengths = []
+    for _ in range(30):
+        controller.budgets(seqs, [8] * 8, [0] * 8)
+        lengths.append(controller.length(seqs[0], [0.97] * 8))
+        for seq in seqs:
+            draft = Draft.chain([0] * lengths[-1], confidences=[0.97] * lengths[-1]) if seq is seqs[0] else EMPTY
+            controller.observe(seq, 8, draft, len(draft))
+            seq.tokens += [0] * (1 + len(draft))
+    assert (lengths[-1] >= 5) is is_ragged
+    assert (lengths[-1] == 0) is not is_ragged
+
+
+def test_a_draft_model_guesses_for_the_rows_where_it_holds() -> None:
+    """Four of eight rows: packed, their drafts cost what they hold; padded, the others' width as well."""
+    good, bad = (_Outlook([rate**i for i in range(1, 9)], [1.0] * 8) for rate in (0.9, 0.05))
+    packed, padded = (
+        Controller(replace(STEEP, is_ragged=is_ragged), CostCurve(((1, 0.02), (8, 0.02))))._best([good] * 4 + [bad] * 4)
+        for is_ragged in (True, False)
+    )
+    assert packed[1] == {0, 1, 2, 3}
+    assert packed[0] > padded[0]
+    assert packed[2] > padded[2]
 
 
 def taught(controller: Controller, name: str, chance: float) -> Sequence:

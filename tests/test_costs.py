@@ -58,6 +58,16 @@ def test_rows_cost_their_tokens_and_what_rows_add() -> None:
     assert CostCurve(((1, 1.0), (8, 4.5)))(2, 4) == pytest.approx(4.5), "without measured rows, tokens count"
 
 
+def test_whether_rows_are_packed_is_the_targets_to_say(tmp_path: Path, toy_clock: Callable[[TimedToy], None]) -> None:
+    """Also of a curve that was kept when they were not."""
+    toy = TimedToy(lambda rows, width: 0.1)
+    toy_clock(toy)
+    assert not measured(toy, {}, tmp_path).is_ragged
+    toy.packs_rows = True  # type: ignore[attr-defined]
+    assert measured(toy, {}, tmp_path).is_ragged
+    assert measure(toy).is_ragged
+
+
 def test_measured_seconds_are_the_targets(toy_clock: Callable[[TimedToy], None]) -> None:
     toy = TimedToy(lambda rows, width: 0.1 + 0.01 * rows * width + 0.05 * (rows - 1))
     toy_clock(toy)

@@ -151,6 +151,20 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf, "LONG", 5)
 
 
+def input_shapes(model: tf.PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Filled with the shape of each forward's tokens."""
+    shapes: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def seen(**given: Any) -> Any:
+        shapes.append(tuple(given["input_ids"].shape))
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", seen)
+    return shapes
+
+
 # scores
 
 
@@ -401,6 +415,58 @@ def test_all_attention_functions_agree(family: str, rows: int, monkeypatch: pyte
         for seq in seqs:
             checked.commit(seq, EMPTY, [], 77)
         checked.score(seqs, [EMPTY, a_tree(4)])
+
+
+def test_rows_of_different_widths_are_packed_without_padding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows pay for their own tokens: trees, rows with more queries than the kernel takes, hidden states, roll-backs."""
+    if decode_kernels() is None:
+        pytest.skip("there is no C compiler")
+    checked = Checked(family)
+    shapes = input_shapes(checked.target.model, monkeypatch)
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (21, 6, 13)]
+    checked.score(seqs, [a_tree(3), EMPTY, Draft.chain(some_tokens(30))], hidden=True)
+    for seq in seqs:
+        checked.commit(seq, EMPTY, [], 77)
+    tree = Draft(some_tokens(5, 4), [-1, 0, -1, 2, 2])
+    checked.score(seqs, [EMPTY, tree, Draft.chain([9])], hidden=True)
+    checked.commit(seqs[1], tree, [2, 4], 5)
+    for seq in (seqs[0], seqs[2]):
+        checked.commit(seq, EMPTY, [], 8)
+    checked.score(seqs, [EMPTY] * 3)
+    checked.score(seqs[1:], [EMPTY, a_tree(9, 24)])
+    assert [rows for rows, _ in shapes] == [1, 1, 3, 1], "the same width needs no packing"
+    assert shapes[:2] == [(1, 21 + 6 + 6 + 13 + 30), (1, 1 + 1 + 5 + 1 + 1)]
+
+
+def test_without_kernels_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    hf.use_grouped_attention(model)
+    checked = Checked("llama", model)
+    shapes = input_shapes(model, monkeypatch)
+    checked.score([sequence([5, 6, 7], name="a"), sequence([8], name="b")], [EMPTY, Draft.chain([3])])
+    assert shapes == [(2, 3)]
+
+
+def test_features_of_packed_rows() -> None:
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (9, 4)]
+    drafts, layers = [a_tree(3), EMPTY], (0, 2, 3)
+    found = HFTarget(served("llama")).score(seqs, drafts, features=layers)
+    alone = [HFTarget(served("llama")).score([s], [d], features=layers)[0] for s, d in zip(seqs, drafts, strict=True)]
+    for score, other in zip(found, alone, strict=True):
+        assert score.features is not None
+        assert score.features.shape == other.features.shape
+        assert torch.allclose(score.features, other.features, atol=1e-4)
+
+
+def test_a_forward_that_fails_leaves_no_packing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HFTarget(served("llama"))
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (9, 4)]
+    with monkeypatch.context() as patched:
+        patched.setattr(target.model, "forward", lambda **given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            target.score(seqs, [EMPTY, Draft.chain([5])])
+    assert hf._packing.starts is None
+    Checked("llama").score(seqs, [EMPTY, EMPTY])
 
 
 def test_plain_forwards_stay_the_same_with_grouped_attention(family: str) -> None:

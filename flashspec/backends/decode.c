@@ -146,7 +146,7 @@ static inline void soften(float *scores, const float *mask, int64_t keys, float 
 }
 
 typedef struct {
-    int64_t row, head, token; /* strides in numbers; a key's or value's token is its slot */
+    int64_t row, head, token; /* strides in numbers; the token of a key or value is its slot */
 } strides;
 
 /* one row and one key/value head; q and out at its first query, mask at its row */
@@ -199,19 +199,23 @@ static void attend(
 }
 
 /* q [rows, kv_heads * group, m, d], k and v [rows, kv_heads, width, d], mask [rows, m, width], each with its strides
- * (row, head, token) and a last dimension without gaps; out [rows, m, kv_heads * group, d] without gaps */
+ * (row, head, token) and a last dimension without gaps; out [rows, m, kv_heads * group, d] without gaps. With starts
+ * [rows + 1] the tokens of all rows follow each other in one: q [1, heads, starts[rows], d], mask and out likewise. */
 void attention(
-    const float *q, const float *k, const float *v, const float *mask, float *out, const int64_t *strided, int64_t rows,
-    int64_t kv_heads, int64_t group, int64_t m, int64_t d, int64_t width, float scale) {
+    const float *q, const float *k, const float *v, const float *mask, float *out, const int64_t *strided,
+    const int64_t *starts, int64_t rows, int64_t kv_heads, int64_t group, int64_t m, int64_t d, int64_t width,
+    float scale) {
     const strides qs = {strided[0], strided[1], strided[2]}, ks = {strided[3], strided[4], strided[5]};
-    const strides vs = {strided[6], strided[7], strided[8]}, os = {m * kv_heads * group * d, d, kv_heads * group * d};
+    const strides vs = {strided[6], strided[7], strided[8]}, os = {0, d, kv_heads * group * d};
 #pragma omp parallel for schedule(static, 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
         const int64_t row = task / kv_heads, head = task % kv_heads;
+        const int64_t first = starts ? starts[row] : row * m, count = starts ? starts[row + 1] - first : m;
         attend(
-            q + row * qs.row + head * group * qs.head, qs, k + row * ks.row + head * ks.head, ks.token,
-            v + row * vs.row + head * vs.head, vs.token, mask + row * strided[9], strided[10],
-            out + row * os.row + head * group * os.head, os, group, m, d, width, scale);
+            q + (starts ? first * qs.token : row * qs.row) + head * group * qs.head, qs,
+            k + row * ks.row + head * ks.head, ks.token, v + row * vs.row + head * vs.head, vs.token,
+            mask + (starts ? first * strided[10] : row * strided[9]), strided[10],
+            out + first * os.token + head * group * os.head, os, group, count, d, width, scale);
     }
 }
 

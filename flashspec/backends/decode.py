@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ class DecodeKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._attention = _function(library.attention, [address] * 6 + [size] * 6 + [number])
+        self._attention = _function(library.attention, [address] * 7 + [size] * 6 + [number])
         self._rms_norm = _function(library.rms_norm, [address] * 3 + [size] * 2 + [number])
         self._gated = _function(library.gated, [address] * 2 + [size] * 2)
         self._rotate = _function(library.rotate, [address] * 3 + [size] * 9)
 
-    def can_attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    def can_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, starts: Seq[int] | None = None
+    ) -> bool:
         _, heads, m, d = query.shape
+        if starts is not None:
+            m = max(end - start for start, end in pairwise(starts))
         return (
             heads // key.shape[1] * m <= MOST_QUERIES
             and d <= MOST_WIDTH
@@ -49,21 +54,26 @@ class DecodeKernels:
             and _is_plain(mask, LANES)
         )
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, starts: Seq[int] | None = None
+    ) -> Tensor:
         """[rows, m, heads, d] from query [rows, heads, m, d], key and value [rows, kv_heads, width, d].
 
         Args:
             mask: additive, [rows, 1, m, width]; each query sees at least one key.
+            starts: [rows + 1], where each row's tokens begin if all of them follow each other in one row: query is
+                [1, heads, starts[-1], d] then, and mask and result likewise.
         """
-        rows, heads, m, d = query.shape
-        kv_heads, width = key.shape[1:3]
-        output = query.new_empty(rows, m, heads, d)
-        mask = mask.expand(rows, 1, m, -1)
+        rows, kv_heads, width = key.shape[:3]
+        _, heads, m, d = query.shape
+        output = query.new_empty(query.shape[0], m, heads, d)
+        mask = mask.expand(query.shape[0], 1, m, -1)
         strides = _Strides(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], mask.stride(0), mask.stride(2)
         )  # fmt: skip
         self._attention(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), mask.data_ptr(), output.data_ptr(), strides,
+            None if starts is None else (ctypes.c_int64 * len(starts))(*starts),
             rows, kv_heads, heads // kv_heads, m, d, width, scale,
         )  # fmt: skip
         return output

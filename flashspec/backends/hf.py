@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import cache, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ class HFTarget:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._can_skip_logits = "logits_to_keep" in parameters
+        self.packs_rows = model.config._attn_implementation == KERNEL_ATTENTION  # a row pays for its own tokens only
         is_cuda = model.device.type == "cuda"
         self._cache = SlotCache(num_layers=len(windows), max_length=self.max_length, rounding=64 if is_cuda else 1)
         self._seqs: list[Sequence] = []  # row -> sequence, by identity: engines may share a model and not their ids
@@ -213,13 +216,27 @@ class HFTarget:
         read: list[Tensor] = []  # features of the chunks before
         if len(feeds) == 1:
             feeds = [self._prefill(feeds[0], features, read)]
-        wanted = 1 + max(len(feed.draft) for feed in feeds)
-        logits, states, inner = self._run(feeds, wanted=wanted, hidden=hidden, features=features)
+        wanted = [1 + len(feed.draft) for feed in feeds]
+        sizes = [len(feed) for feed in feeds]
+        if self.packs_rows and len(set(sizes)) > 1:
+            ends = zip(accumulate(sizes), wanted, strict=True)
+            places = [place for end, count in ends for place in range(end - count, end)]
+            output = self._run(feeds, wanted=places, hidden=hidden, features=features)
+            logits, states, inner = (
+                None if part is None else list(torch.split(part[0], counts))
+                for part, counts in zip(output, (wanted, wanted, sizes), strict=True)
+            )
+        else:
+            output = self._run(feeds, wanted=max(wanted), hidden=hidden, features=features)
+            logits, states, inner = (
+                None if part is None else [row[-count:] for row, count in zip(part, counts, strict=True)]
+                for part, counts in zip(output, (wanted, wanted, sizes), strict=True)
+            )
+        assert logits is not None
         scores = []
         for index, feed in enumerate(feeds):
-            start = wanted - len(feed.draft) - 1
-            found = torch.cat([*read, inner[index, -len(feed) :]]) if inner is not None else None
-            scores.append(Score(logits[index, start:], None if states is None else states[index, start:], found))
+            found = torch.cat([*read, inner[index]]) if inner is not None else None
+            scores.append(Score(logits[index], None if states is None else states[index], found))
             self._cache.lengths[feed.row] += len(feed.unseen)
         return scores
 
@@ -235,12 +252,18 @@ class HFTarget:
         return Feed(feed.row, unseen, feed.draft)
 
     def _run(
-        self, feeds: list[Feed], *, wanted: int, hidden: bool, features: Seq[int] = ()
+        self, feeds: list[Feed], *, wanted: int | list[int], hidden: bool, features: Seq[int] = ()
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits [rows, wanted, vocab] float32, hidden states [rows, wanted, d], features [rows, m, layers * d]."""
+        """Logits [rows, wanted, vocab] float32, hidden states [rows, wanted, d], features [rows, m, layers * d].
+
+        Args:
+            wanted: the last so many places of each row; or a list of places, then the rows are packed into one.
+        """
         device, dtype = self.model.device, self.model.dtype
-        prepared = self._cache.prepare(feeds, device=device)
+        packed = not isinstance(wanted, int)
+        prepared = self._cache.prepare(feeds, device=device, packed=packed)
         masks = {kind: additive_mask(prepared, window=window, dtype=dtype) for kind, window in self._windows.items()}
+        places = torch.tensor(wanted, device=device) if packed else slice(-wanted, None)  # type: ignore[operator]
         arguments: dict[str, Any] = {
             "input_ids": prepared["input_ids"],
             "position_ids": prepared["position_ids"],
@@ -250,8 +273,9 @@ class HFTarget:
             "output_hidden_states": [*features, *[self.num_layers] * hidden] or False,
         }
         if self._can_skip_logits:
-            arguments["logits_to_keep"] = wanted
+            arguments["logits_to_keep"] = places if packed else wanted
         started = time.perf_counter()
+        _packing.starts = [0, *accumulate(map(len, feeds))] if packed else None
         try:
             output = self.model(**arguments)
         except torch.OutOfMemoryError as error:
@@ -259,12 +283,15 @@ class HFTarget:
                 f"no memory left for a forward of {len(feeds)} sequences; run fewer at once, draft fewer tokens, "
                 "shorten the context or use half precision"
             ) from error
+        finally:
+            _packing.starts = None
         if device.type == "cuda":  # or the time shows up where the result is first read
             torch.cuda.synchronize(device)
         self.forward_seconds += time.perf_counter() - started
-        states = output.hidden_states[self.num_layers][:, -wanted:].float() if hidden else None
+        states = output.hidden_states[self.num_layers][:, places].float() if hidden else None
         inner = torch.cat([output.hidden_states[i] for i in features], -1) if features else None
-        return output.logits[:, -wanted:, : self.vocab_size].float(), states, inner
+        logits = output.logits if packed and self._can_skip_logits else output.logits[:, places]
+        return logits[..., : self.vocab_size].float(), states, inner
 
 
 # which models
@@ -442,6 +469,9 @@ def linear_weight(module: nn.Module) -> Tensor | None:
     return weight.T if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") else None
 
 
+_packing = threading.local()  # starts: where each row's tokens begin in the packed forward that this thread is in
+
+
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -452,28 +482,45 @@ def grouped_attention(
     kernels: DecodeKernels | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' SDPA attention, without repeating keys and values in memory for a few grouped queries.
+    """Transformers' SDPA attention, by the kernel for a few queries, and without repeating keys for a few grouped ones.
 
-    [rows, heads, m, d] becomes [rows, kv_heads, group * m, d]: the heads of a group share their keys, so they may as
-    well be more queries of one head. Everything else goes to Transformers' own function.
+    In a packed forward query is [1, heads, T, d] and the mask [1, 1, T, width], keys and values as ever.
+    """
+    starts = getattr(_packing, "starts", None)
+    simple = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
+    simple = simple and kwargs.get("position_bias") is None and not kwargs.get("softcap")
+    if simple and kernels is not None and not torch.is_grad_enabled():
+        assert attention_mask is not None
+        if kernels.can_attend(query, key, value, attention_mask, starts):
+            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            return kernels.attention(query, key, value, attention_mask, scale, starts), None
+    if starts is None:
+        return _sdpa(module, query, key, value, attention_mask, simple=simple, **kwargs), None
+    assert attention_mask is not None
+    parts = []
+    for row, (start, end) in enumerate(pairwise(starts)):
+        own = key[row : row + 1], value[row : row + 1], attention_mask[:, :, start:end]
+        parts.append(_sdpa(module, query[:, :, start:end], *own, simple=simple, **kwargs))
+    return torch.cat(parts, 1), None
+
+
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, simple: bool, **kwargs: Any
+) -> Tensor:
+    """[rows, m, heads, d]. Where ``simple``, [rows, heads, m, d] becomes [rows, kv_heads, group * m, d].
+
+    The heads of a group share their keys, so they may as well be more queries of one head.
     """
     rows, heads, m, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    plain = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == 1
-    plain = plain and kwargs.get("position_bias") is None and not kwargs.get("softcap")
-    if kernels is not None and plain and not torch.is_grad_enabled():
-        assert attention_mask is not None
-        if kernels.can_attend(query, key, value, attention_mask):
-            return kernels.attention(query, key, value, attention_mask, kwargs.get("scaling") or width**-0.5), None
-    if group == 1 or m > GROUPED_ROWS or not plain:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return output, None
-    assert attention_mask is not None
-    mask = attention_mask.expand(rows, group, m, -1).reshape(rows, 1, group * m, -1)
+    if mask is None or group == 1 or m > GROUPED_ROWS or not simple:
+        output: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return output
+    mask = mask.expand(rows, group, m, -1).reshape(rows, 1, group * m, -1)
     packed = query.reshape(rows, kv_heads, group * m, width)
     output = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
-    return output.reshape(rows, heads, m, -1).transpose(1, 2).contiguous(), None
+    return output.reshape(rows, heads, m, -1).transpose(1, 2).contiguous()
 
 
 def use_grouped_attention(model: PreTrainedModel, kernels: DecodeKernels | None = None) -> None:
