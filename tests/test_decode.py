@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 @st.composite
 def attentions(draw: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    m = draw(st.integers(1, 9))
-    group = draw(st.integers(1, MOST_QUERIES // m))
+    m = draw(st.integers(1, 40))
+    group = draw(st.integers(1, MOST_QUERIES))
     d, width = 8 * draw(st.integers(1, MOST_WIDTH // 8)), draw(st.integers(1, 200))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     size = draw(st.sampled_from([0.1, 1.0, 30.0]))  # 30: weights that underflow
@@ -69,6 +70,24 @@ def test_attention(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     assert found.is_contiguous()
     scores = float(query.abs().max() * key.abs().max()) * query.shape[-1] ** 0.5  # rounding grows with what is added up
     assert float((found - expected).abs().max()) <= 1e-6 * max(scores, 1) * float(value.abs().max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 7), st.integers(0, 99))
+def test_packed_rows_are_those_of_each_alone(counts: list[int], group: int, seed: int) -> None:
+    kernels = decode_kernels()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(seed)
+    starts = [0, *accumulate(counts)]
+    query = torch.randn(1, starts[-1], 2 * group, 16, generator=generator).transpose(1, 2)
+    key, value = (torch.randn(len(counts), 2, 50, 16, generator=generator) for _ in range(2))
+    mask = torch.zeros(1, 1, starts[-1], 50)
+    mask.masked_fill_(torch.rand(mask.shape, generator=generator) < 0.5, LOWEST)[..., 7] = 0
+    found = kernels.attention(query, key, value, mask, 0.25, starts)
+    assert found.shape == (1, starts[-1], 2 * group, 16)
+    for row, (start, end) in enumerate(pairwise(starts)):
+        own = key[row : row + 1], value[row : row + 1], mask[:, :, start:end]
+        assert torch.equal(found[:, start:end], kernels.attention(query[:, :, start:end], *own, 0.25))
 
 
 def test_what_nobody_sees_is_not_read(kernels: DecodeKernels) -> None:
@@ -101,9 +120,8 @@ def test_what_the_attention_kernel_leaves_to_torch(kernels: DecodeKernels) -> No
         mask = torch.zeros(1, 1, query.shape[2], width) if mask is None else mask
         return kernels.can_attend(query, key, key, mask)
 
-    assert can(torch.randn(1, 2, MOST_QUERIES, MOST_WIDTH))
-    assert not can(torch.randn(1, 2, MOST_QUERIES + 1, 16))
-    assert not can(torch.randn(1, 4, MOST_QUERIES // 2 + 1, 16))
+    assert can(torch.randn(1, 2 * MOST_QUERIES, 3, MOST_WIDTH))
+    assert not can(torch.randn(1, 2 * (MOST_QUERIES + 1), 1, 16))
     assert not can(torch.randn(1, 2, 1, MOST_WIDTH + 8))
     assert not can(torch.randn(1, 2, 1, 20))
     assert not can(torch.randn(1, 2, 1, 16).bfloat16())

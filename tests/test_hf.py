@@ -496,10 +496,12 @@ def test_grouped_attention_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     original = hf.sdpa_attention_forward
     monkeypatch.setattr(hf, "sdpa_attention_forward", lambda *a, **k: calls.append(a[1].shape[2]) or original(*a, **k))
     seq = sequence(some_tokens(100))
-    HFTarget(served("llama")).score([seq], [EMPTY])
+    model = build("llama")
+    hf.use_grouped_attention(model)
+    HFTarget(model).score([seq], [EMPTY])
     assert calls == [100] * 3  # long prompts pay for one copy, and gain from a causal kernel
     calls.clear()
-    HFTarget(served("llama")).score([sequence(some_tokens(20))], [a_tree(1)])
+    HFTarget(model).score([sequence(some_tokens(20))], [a_tree(1)])
     assert calls == []
 
 

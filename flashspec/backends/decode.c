@@ -1,5 +1,5 @@
-/* What surrounds the large products of a decode step, in float32: attention of a few queries a row over a long cache,
- * norms, gates and rotary positions. A library's operators read a batch up to its longest row and cost more to call than
+/* What surrounds the large products of a forward, in float32: attention of ragged rows over a long cache, norms, gates
+ * and rotary positions. A library's operators read a batch up to its longest row and cost more to call than
  * to compute here.
  *
  * Attention goes over the keys in blocks and keeps each query's maximum, sum and output up to date (Milakov and
@@ -10,12 +10,13 @@
  */
 #include <float.h>
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 8
 #define KEYS 64           /* in a block; a multiple of LANES */
-#define MOST_QUERIES 32   /* of one row and one key/value head; decode.py knows it, too */
+#define MOST_QUERIES 32   /* of a task: a few tokens of a row, the heads of one key/value head; decode.py knows it, too */
 #define MOST_WIDTH 256    /* of a head; likewise */
 #define TILE 4            /* queries at a time */
 #define UNSEEN (-1e30f)   /* a mask below this hides a key */
@@ -149,7 +150,7 @@ typedef struct {
     int64_t row, head, token; /* strides in numbers; the token of a key or value is its slot */
 } strides;
 
-/* one row and one key/value head; q and out at its first query, mask at its row */
+/* a task; q, mask and out at its first query */
 static void attend(
     const float *q, strides qs, const float *k, int64_t k_slot, const float *v, int64_t v_slot, const float *mask,
     int64_t mask_token, float *out, strides os, int64_t group, int64_t m, int64_t d, int64_t width, float scale) {
@@ -207,15 +208,26 @@ void attention(
     float scale) {
     const strides qs = {strided[0], strided[1], strided[2]}, ks = {strided[3], strided[4], strided[5]};
     const strides vs = {strided[6], strided[7], strided[8]}, os = {0, d, kv_heads * group * d};
-#pragma omp parallel for schedule(static, 1)
-    for (int64_t task = 0; task < rows * kv_heads; task++) {
-        const int64_t row = task / kv_heads, head = task % kv_heads;
-        const int64_t first = starts ? starts[row] : row * m, count = starts ? starts[row + 1] - first : m;
-        attend(
-            q + (starts ? first * qs.token : row * qs.row) + head * group * qs.head, qs,
-            k + row * ks.row + head * ks.head, ks.token, v + row * vs.row + head * vs.head, vs.token,
-            mask + (starts ? first * strided[10] : row * strided[9]), strided[10],
-            out + first * os.token + head * group * os.head, os, group, count, d, width, scale);
+    const int64_t at_once = MOST_QUERIES / group; /* tokens of a row */
+#pragma omp parallel
+    {
+        const int64_t threads = omp_get_num_threads();
+        int64_t turn = omp_get_thread_num(); /* tasks until this thread's next one */
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t start = starts ? starts[row] : row * m, end = starts ? starts[row + 1] : start + m;
+            for (int64_t token = start; token < end; token += at_once)
+                for (int64_t head = 0; head < kv_heads; head++, turn--) {
+                    if (turn) continue;
+                    turn = threads;
+                    const int64_t place = starts ? 0 : row, within = token - (starts ? 0 : start);
+                    attend(
+                        q + place * qs.row + within * qs.token + head * group * qs.head, qs,
+                        k + row * ks.row + head * ks.head, ks.token, v + row * vs.row + head * vs.head, vs.token,
+                        mask + place * strided[9] + within * strided[10], strided[10],
+                        out + token * os.token + head * group * os.head, os, group,
+                        end - token < at_once ? end - token : at_once, d, width, scale);
+                }
+        }
     }
 }
 

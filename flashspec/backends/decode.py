@@ -11,7 +11,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence as Seq
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ logger = logging.getLogger("flashspec")
 
 SOURCE = Path(__file__).with_name("decode.c")
 LANES = 8  # numbers in a vector
-MOST_QUERIES = 32  # of one row and key/value head; more are bound by arithmetic, for which torch is better
+MOST_QUERIES = 32  # of the heads that share one key/value head
 MOST_WIDTH = 256  # of a head
 
 _Strides = ctypes.c_int64 * 11
@@ -40,14 +39,10 @@ class DecodeKernels:
         self._gated = _function(library.gated, [address] * 2 + [size] * 2)
         self._rotate = _function(library.rotate, [address] * 3 + [size] * 9)
 
-    def can_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, starts: Seq[int] | None = None
-    ) -> bool:
-        _, heads, m, d = query.shape
-        if starts is not None:
-            m = max(end - start for start, end in pairwise(starts))
+    def can_attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+        heads, d = query.shape[1], query.shape[3]
         return (
-            heads // key.shape[1] * m <= MOST_QUERIES
+            heads // key.shape[1] <= MOST_QUERIES
             and d <= MOST_WIDTH
             and mask.shape[-1] >= key.shape[2]
             and all(_is_plain(x, d) for x in (query, key, value))

@@ -35,11 +35,12 @@ logger = logging.getLogger("flashspec")
 # a name with "flash" in it makes Transformers look for a FlashAttention build
 GROUPED_ATTENTION, KERNEL_ATTENTION = "grouped_sdpa", "grouped_kernel"
 PREFILL_CHUNK = 512  # tokens of a prompt in one forward
-LONG = 32  # a row with more unseen tokens than this runs alone: padding the others would cost more than a forward
+LONG = 32  # a row with more unseen tokens than this runs alone where rows are padded
 PACK_BYTES = 4 << 20  # from here on oneDNN's layout is faster on every machine that was tried (docs/log.md)
 ASK_BYTES = 256 << 10  # from here on it depends on the machine
 TRIED_BYTES = 64 << 20  # of weights, so that they come from memory and not from a cache
 PACK_ROWS = 16  # the number of rows oneDNN lays the weight out for; any other number still runs
+OWN_KEYS = 3  # times as many keys as new tokens: in a causal mask half of them are seen, which the kernel skips
 GROUPED_ROWS = 64  # up to so many queries, grouped-query attention packs a group's heads into query rows
 
 
@@ -82,7 +83,7 @@ class HFTarget:
     def score(
         self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False, features: Seq[int] = ()
     ) -> list[Score]:
-        """See ``core.Target``. Prompts run alone and in chunks, everything else in one ragged forward.
+        """See ``core.Target``. One ragged forward, but for long prompts, which run alone and in chunks.
 
         Raises:
             PromptError: tokens and draft exceed the model's positions.
@@ -90,13 +91,19 @@ class HFTarget:
         """
         feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
         found: dict[int, Score] = {}
-        short = sorted((i for i in range(len(seqs)) if len(feeds[i].unseen) <= LONG), key=lambda i: feeds[i].row)
-        for group in [short] * bool(short) + [[i] for i in range(len(seqs)) if len(feeds[i].unseen) > LONG]:
+        for group in self._groups(feeds):
             for index, score in zip(group, self._forward([feeds[i] for i in group], hidden, features), strict=True):
                 found[index] = score
         for seq, feed in zip(seqs, feeds, strict=True):
             self._bases[seq] = self._cache.lengths[feed.row]
         return [self._with_read(seq, found[index]) for index, seq in enumerate(seqs)]
+
+    def _groups(self, feeds: list[Feed]) -> list[list[int]]:
+        """Which feeds share a forward, rows ascending. Padding costs more than another forward beside a prompt."""
+        most = PREFILL_CHUNK if self.packs_rows else LONG
+        order = sorted(range(len(feeds)), key=lambda index: feeds[index].row)
+        together = [index for index in order if len(feeds[index].unseen) <= most]
+        return [together] * bool(together) + [[index] for index in order if len(feeds[index].unseen) > most]
 
     def _with_read(self, seq: Sequence, score: Score) -> Score:
         """The score with the features of what was read before."""
@@ -491,7 +498,8 @@ def grouped_attention(
     simple = simple and kwargs.get("position_bias") is None and not kwargs.get("softcap")
     if simple and kernels is not None and not torch.is_grad_enabled():
         assert attention_mask is not None
-        if kernels.can_attend(query, key, value, attention_mask, starts):
+        is_suited = starts is not None or _is_suited(*query.shape[1:3], *key.shape[1:3])
+        if is_suited and kernels.can_attend(query, key, value, attention_mask):
             scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
             return kernels.attention(query, key, value, attention_mask, scale, starts), None
     if starts is None:
@@ -502,6 +510,11 @@ def grouped_attention(
         own = key[row : row + 1], value[row : row + 1], attention_mask[:, :, start:end]
         parts.append(_sdpa(module, query[:, :, start:end], *own, simple=simple, **kwargs))
     return torch.cat(parts, 1), None
+
+
+def _is_suited(heads: int, m: int, kv_heads: int, width: int) -> bool:
+    """Whether the kernel is faster: not for many queries over a long cache, which is a product of large matrices."""
+    return heads * m <= GROUPED_ROWS * kv_heads or width <= OWN_KEYS * m
 
 
 def _sdpa(
