@@ -10,10 +10,10 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
 
 from flashspec.errors import MemoryLimitError, ModelError
 
@@ -78,9 +78,73 @@ def _found(model: str | os.PathLike[str] | None, say: Progress) -> str:
         return str(path)
     if path.is_file():
         raise ModelError(f"{path} is a file; give a folder with a Transformers model, or a .gguf file")
-    if len(path.parts) != 2 or str(model).startswith((".", "/", "~")):
+    if not _is_hub_name(str(model)):
         raise ModelError(f"there is no model {str(model)!r} here: no such folder or file, and a hub name is OWNER/NAME")
     return str(model)
+
+
+def _is_hub_name(model: str) -> bool:
+    return len(Path(model).parts) == 2 and not model.startswith((".", "/", "~"))
+
+
+def check_hub(*models: str | None, say: Progress) -> None:
+    """Ask the hub for models that are not here: Transformers would try for a minute, and say nothing.
+
+    Raises:
+        ModelError: it does not answer, and a model is not in its cache either.
+    """
+    for model in models:
+        if model is None or not _is_hub_name(model) or model.endswith(".gguf") or os.path.exists(model):
+            continue
+        from huggingface_hub import constants, try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils._validators import validate_repo_id
+
+        try:
+            validate_repo_id(model)
+        except HFValidationError:  # no hub has it, and loading it says why
+            continue
+        host, is_offline = constants.ENDPOINT.split("://")[-1], constants.is_offline_mode()
+        if not is_offline:
+            say(f"asking {host} for {model}")
+        where = f"{constants.ENDPOINT}/{model}/resolve/main/config.json"
+        why = "HF_HUB_OFFLINE is set" if is_offline else _unreachable(where, constants.HF_HUB_ETAG_TIMEOUT)
+        if why is None:
+            continue
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            raise ModelError(
+                f"cannot fetch {model!r} from {host}: {why}; give a folder or a .gguf file, set HF_ENDPOINT to a "
+                f"mirror that this machine reaches, or name no model: {EMBEDDED_NAME} is embedded"
+            )
+        if not is_offline:
+            say(f"{host} does not answer ({why}): {model} is taken from the cache")
+        constants.HF_HUB_OFFLINE = True  # read at each request, which would else be tried six times
+
+
+def _unreachable(url: str, seconds: float) -> str | None:
+    """Why nobody answers there, after two tries; None for any answer at all.
+
+    In a thread, since a name server that is silent keeps a request beyond its time limit.
+    """
+    from huggingface_hub import get_session
+
+    failures: list[str] = [f"silent for {1.5 * seconds:g} s"]
+    answered = threading.Event()
+
+    def ask() -> None:
+        for pause in (1.0, 0.0):  # a connection may be lost once
+            try:
+                get_session().head(url, timeout=seconds)
+                failures.clear()
+                break
+            except Exception as error:
+                failures[0] = first_line(error)
+                time.sleep(pause)
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    answered.wait(1.5 * seconds)
+    return failures[0] if failures else None
 
 
 def converted(gguf: Path, say: Progress) -> Path:
@@ -144,6 +208,7 @@ def _check_conversion(gguf: Path, folder: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    import torch  # takes seconds, which nothing else here waits for
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     _check_conversion(gguf, folder)

@@ -6,16 +6,26 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import Ran
+from huggingface_hub import constants
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from vllm_process import running, standin
+
+from flashspec.errors import ModelError
+from flashspec.weights import check_hub
 
 Run = Callable[..., Ran]
 
@@ -74,10 +84,40 @@ def test_stats_colours_and_sources_of_the_prompt(run: Run, tmp_path: Path) -> No
     from_file = run("generate", "--file", str(prompt), *words)
     from_stdin = run("generate", *words, stdin="Grüße, 世界")
     from_dash = run("generate", "-", *words, stdin="Grüße, 世界")
-    from_word = run("generate", "Grüße, 世界", *words, "--stats", "--color-tokens")
+    drafting = ("--draft", "draft", "--drafter", "model", "--num-speculative-tokens", "3")
+    from_word = run("generate", "Grüße, 世界", *words, *drafting, "--stats", "--color-tokens")
     assert from_file.out == from_stdin.out == from_dash.out == from_word.out
     for word in ("acceptance rate", "mean acceptance length", "TTFT", "TPOT", "tokens/s", "draft", "verify", "sample"):
         assert word in from_word.err
+    assert "accepted recovered bonus" not in from_word.err  # a legend is for colours, and a pipe has none
+    undrafted = run("generate", "hi", *words, "--stats", "--drafter", "none")
+    assert "nothing was drafted" in undrafted.err
+    assert "acceptance" not in undrafted.err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_colours_come_with_their_legend_on_a_terminal(models: Path, tmp_path: Path, is_terminal: bool) -> None:
+    """stderr on a terminal, stdout there too or in a file."""
+    words = [sys.executable, "-m", "flashspec.cli", "generate", "a b a b", "--model", str(models / "target"), "--raw",
+             "--max-tokens", "6", "--color-tokens"]  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    master, slave = os.openpty()
+    shown = b""
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            words, stdout=slave if is_terminal else out, stderr=slave, stdin=subprocess.DEVNULL,
+            env={**environment, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"},
+        )  # fmt: skip
+        os.close(slave)
+        with contextlib.suppress(OSError):  # the terminal is gone when the process is
+            while some := os.read(master, 4096):
+                shown += some
+        os.close(master)
+        assert process.wait() == 0, shown[-2000:].decode()
+    assert (b"accepted" in shown) == is_terminal
+    text = (tmp_path / "out").read_bytes()
+    assert bool(text.strip()) == (not is_terminal)
+    assert b"\x1b" not in text
 
 
 def test_stop_strings_and_logprobs(run: Run) -> None:
@@ -96,7 +136,7 @@ def test_chat_keeps_the_conversation(run: Run) -> None:
         "chat", "--model", "target", "--max-tokens", "5", "--stats", stdin="hello\n\n/clear\n你好\n/exit\nnever read\n"
     )
     assert ran.code == 0
-    assert ran.err.count("acceptance rate") == 2
+    assert ran.err.count("tokens/s") == 2
 
 
 def test_chat_survives_a_conversation_longer_than_the_context(run: Run) -> None:
@@ -141,6 +181,157 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(run: Run, words: list[st
     assert message in ran.err.replace("\n", " ")
     assert "Traceback" not in ran.err
     assert ran.out == ""
+
+
+BAD_VALUES = {
+    "model = 5": "sets model = 5; it must be a text in quotes",
+    'num_speculative_tokens = "many"': "sets num_speculative_tokens = 'many'; it must be a whole number or \"auto\"",
+    "temperature = [1]": "sets temperature = [1]; it must be a number",
+    "temperature = true": "sets temperature = true; it must be a number",
+    "[temperature]": "sets temperature to a table [temperature]; it must be a number",
+    "top_k = 1.5": "sets top_k = 1.5; it must be a whole number",
+    'ignore_eos = "yes"': "sets ignore_eos = 'yes'; it must be true or false",
+    'stop = ["a", 5]': "sets stop = 5; it must be a text in quotes, or a list of such",
+    "seed = 2020-01-01": "sets seed = 2020-01-01; it must be a whole number",
+    "threads = 0": "sets threads = 0; ",
+    'verification = "maybe"': "sets verification = 'maybe'; 'maybe' is not one of 'auto'",
+    "min_tokens = 3": "sets 'min_tokens', which is not an option",
+    "x = " + "[" * 99999: "cannot read the configuration",
+    'model = "gr\udcfc\udcdf"': "it must be TOML in UTF-8",
+}
+
+
+@pytest.mark.parametrize("text", BAD_VALUES)
+def test_a_bad_value_in_a_configuration_is_one_line(run: Run, tmp_path: Path, text: str) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(text, encoding="utf-8", errors="surrogateescape")
+    ran = run("generate", "hi", "--config", str(config))
+    assert ran.code == 2
+    assert BAD_VALUES[text] in ran.err
+    assert str(config) in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\ufeffmax_tokens = 3", 'stop = "a"\nnum_speculative_tokens = "4"\ntemperature = 1']
+)
+def test_a_sound_configuration_is_taken(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.toml").write_text(text, encoding="utf-8")
+    ran = run("generate", "hi", "--config", str(tmp_path / "c.toml"), "--model", "nowhere")
+    assert "no model 'nowhere'" in ran.err
+
+
+def test_bench_takes_lists_from_a_configuration(run: Run, tmp_path: Path) -> None:
+    text = 'temperature = "0,0.5"\nnum_speculative_tokens = "1,auto"\ndraft = ["a"]\ndraft_width = 2\nmodel = "nowhere"'
+    (tmp_path / "c.toml").write_text(text, encoding="utf-8")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}', encoding="utf-8")
+    assert "no model" in run("bench", "--config", str(tmp_path / "c.toml"), "--prompts", str(prompts)).err
+
+
+# a hub that does not answer
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The hub's address and cache, for this test."""
+    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", "http://127.0.0.1:1"), ("HF_HUB_CACHE", str(tmp_path))):
+        monkeypatch.setattr(constants, name, value)
+    return constants
+
+
+@pytest.mark.parametrize("words", [["generate", "hi"], ["plan"], ["doctor"], ["tune", "--prompts", "p.jsonl"]])
+def test_a_hub_out_of_reach_is_said_at_once(run: Run, hub: Any, words: list[str]) -> None:
+    began = time.monotonic()
+    ran = run(*words, "--model", "some/model")
+    assert time.monotonic() - began < 20
+    assert ran.code == 2
+    asking, failed = ran.err.splitlines()
+    assert asking == "asking 127.0.0.1:1 for some/model"
+    assert "cannot fetch 'some/model' from 127.0.0.1:1: [Errno 111] Connection refused; give a folder" in failed
+
+
+def test_a_silent_hub_is_not_waited_for(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub, "HF_HUB_ETAG_TIMEOUT", 0.2)
+        with pytest.raises(ModelError, match="HF_ENDPOINT"):
+            check_hub("some/model", say=lambda line: None)
+
+
+def test_a_slow_hub_is_waited_for_and_the_cache_stands_in(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            time.sleep(0.5)
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    said: list[str] = []
+    with HTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        check_hub("some/model", None, "./x", "a.gguf", ".", say=said.append)  # a 404 is for Transformers to explain
+        server.shutdown()
+    assert len(said) == 1
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    check_hub("some/model", say=said.append)
+    assert said[-1].endswith("some/model is taken from the cache")
+    assert hub.is_offline_mode()
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: None)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        check_hub("some/model", say=said.append)
+
+
+# a server, and old commands for one
+
+
+def test_statistics_of_a_server_that_drafts_nothing(run: Run, tmp_path: Path) -> None:
+    with running(standin(tmp_path)) as server:
+        words = ("generate", "hi", "--url", server.url.removeprefix("http://"), "--max-tokens", "4", "--stats")
+        ran = run(*words, "--color-tokens")
+        refused = run(*words, "--num-speculative-tokens", "3")
+    assert ran.code == 0, ran.err
+    assert "the server tells of no drafts" in ran.err
+    assert "4 tokens, " in ran.err
+    for word in ("0.0%", "0 of 0", "acceptance", "drafting and verifying", "recovered"):
+        assert word not in ran.err
+    assert "--num-speculative-tokens is the server's own choice" in refused.err
+
+
+def test_vllm_options_are_refused_beside_another_backend(run: Run) -> None:
+    assert "--dry-run is vLLM's" in run("serve", "--dry-run", "--model", "target").err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("nonsense", "rows of a first batch size"), ("5", "rows of"), ("[[1, 4]]", "rows of"), ('{"a": 1}', "rows of"),
+        ("[[1, 2, 1.5]]", "rows of"), ("[[1, 4, -2]]", "-2 guesses"), ("[[5, 4, 2]]", "from 1 on, ascend"),
+    ],
+)  # fmt: skip
+def test_a_bad_schedule_says_what_it_should_be(run: Run, schedule: str, message: str) -> None:
+    ran = run("serve", "--backend", "vllm", "--dry-run", "--schedule", schedule)
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_translate_reads_what_is_pasted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHSPEC_VLLM", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    pasted = run("translate", "$ vllm serve X \\\n  --speculative-model Y \\  \n  --num-speculative-tokens 5")
+    assert pasted.out == """vllm serve X --speculative-config '{"model": "Y", "num_speculative_tokens": 5}'\n"""
+    assert pasted.err.splitlines() == [
+        "no vLLM is installed here; this is for vLLM 0.32.0",
+        '--speculative-model Y -> "model": "Y" in --speculative-config',
+        '--num-speculative-tokens 5 -> "num_speculative_tokens": 5 in --speculative-config',
+    ]
+    assert "it stays as it is" in run("translate", "vllm", "serve", "X").err
+    broken = run("translate", "vllm serve X --speculative-config '{")
+    assert (broken.code, broken.out) == (2, "")
+    assert "close its quotes" in broken.err
 
 
 def test_unreadable_weights(run: Run, models: Path, tmp_path: Path) -> None:

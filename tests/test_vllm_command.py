@@ -29,7 +29,18 @@ from flashspec.vllm.command import (
     speculative_config,
     version_of,
 )
-from flashspec.vllm.legacy import translate
+from flashspec.vllm.legacy import (
+    ENDED,
+    GONE,
+    KEYS,
+    KNOWN,
+    METHODS,
+    NEW_FLAGS,
+    OLD_KEYS,
+    REFUSED,
+    RENAMED,
+    translate,
+)
 
 DATA = json.loads((Path(__file__).parent / "data" / "vllm" / "names.json").read_text(encoding="utf-8"))
 RELEASES = DATA["releases"]
@@ -373,26 +384,33 @@ DRAFT = ["--speculative-model", "D", "--num-speculative-tokens", "5"]
 NGRAM = ["--speculative-model", "[ngram]", "--num-speculative-tokens", "5", "--ngram-prompt-lookup-max", "4"]
 NGRAM_NOW = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
 LEGACY: list[tuple[list[str], list[str], str]] = [
-    (OLD, [], "is vllm serve today"),
-    (["vllm", "serve", "--model=M"], [], "--model is the word"),
-    (OLD + DRAFT, ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5}'], "are --speculative-config"),
-    (["vllm", "serve", "M", *NGRAM], ["--speculative-config", NGRAM_NOW], "method ngram today"),
+    (OLD, [], "python -m vllm.entrypoints.openai.api_server -> vllm serve"),
+    (["vllm", "serve", "--model=M"], [], "--model M -> vllm serve M"),
+    (OLD + DRAFT, ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5}'],
+     '--speculative-model D -> "model": "D" in --speculative-config\n'
+     '--num-speculative-tokens 5 -> "num_speculative_tokens": 5 in --speculative-config'),
+    (["vllm", "serve", "M", *NGRAM], ["--speculative-config", NGRAM_NOW],
+     '--speculative-model [ngram] -> "method": "ngram" in --speculative-config'),
     (
         ["vllm", "serve", "M", "-tp", "1", "--speculative_model=[ngram]", "--num_speculative_tokens=5", "--seed", "42",
          "--ngram_prompt_lookup_max", "4", "--use-v2-block-manager", "--port", "9001"],
         ["-tp", "1", "--speculative-config", NGRAM_NOW, "--seed", "42", "--port", "9001"],
-        "prompt_lookup_min is 1",
+        '"prompt_lookup_min": 1 is added',
     ),
     (["vllm", "serve", "M", *NGRAM, "--ngram-prompt-lookup-min", "2"],
-     ["--speculative-config", NGRAM_NOW.replace("1}", "2}")], "are --speculative-config"),
+     ["--speculative-config", NGRAM_NOW.replace("1}", "2}")],
+     '--ngram-prompt-lookup-min 2 -> "prompt_lookup_min": 2'),
     (["vllm", "serve", "M", *DRAFT, "--speculative-draft-tensor-parallel-size", "1", "--speculative-max-model-len=99"],
      ["--speculative-config",
-      '{"model": "D", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1, "max_model_len": 99}'], "today"),
+      '{"model": "D", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1, "max_model_len": 99}'],
+     '--speculative-max-model-len 99 -> "max_model_len": 99'),
     (["vllm", "serve", "M", *DRAFT, "--speculative-model-quantization", "awq"],
-     ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5, "quantization": "awq"}'], "today"),
+     ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5, "quantization": "awq"}'],
+     '--speculative-model-quantization awq -> "quantization": "awq"'),
     (["vllm", "serve", "M", *DRAFT, "--speculative-disable-by-batch-size", "8"],
      ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5, '
-      '"num_speculative_tokens_per_batch_size": [[1, 7, 5], [8, 8, 0]]}'], "schedule by batch size today"),
+      '"num_speculative_tokens_per_batch_size": [[1, 7, 5], [8, 8, 0]]}'],
+     '--speculative-disable-by-batch-size 8 -> "num_speculative_tokens_per_batch_size": [[1, 7, 5], [8, 8, 0]]'),
     (["vllm", "serve", "M", *DRAFT, "--spec-decoding-acceptance-method", "typical_acceptance_sampler",
       "--typical-acceptance-sampler-posterior-alpha", "0.3"],
      ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5}'], "changed the output"),
@@ -401,13 +419,14 @@ LEGACY: list[tuple[list[str], list[str], str]] = [
     (["vllm", "serve", "M", "--disable-logprobs-during-spec-decoding", "False", "--max-logprobs", "3"],
      ["--max-logprobs", "3"], "logprobs are computed"),
     (["vllm", "serve", "M", "--num-lookahead-slots=4", "--speculative-disable-mqa-scorer"], [], "is left out"),
-    (["vllm", "serve", "M", "-sc", NGRAM_NOW, "--x"], ["--speculative-config", NGRAM_NOW, "--x"], ""),
+    (["vllm", "serve", "M", "-sc", NGRAM_NOW, "--x"], ["--speculative-config", NGRAM_NOW, "--x"],
+     "not known here and passed on as it is: --x"),
     (["vllm", "serve", "M", '--speculative-config={"method":"ngram"}'],
      ["--speculative-config", '{"method":"ngram"}'], ""),
     (["vllm", "serve", "M", "--speculative-config", '{"model": "D"}', "--num-speculative-tokens", "2"],
-     ["--speculative-config", '{"model": "D", "num_speculative_tokens": 2}'], "today"),
+     ["--speculative-config", '{"model": "D", "num_speculative_tokens": 2}'], "--num-speculative-tokens 2 -> "),
     (["vllm", "serve", "M", "--speculative-config", '{"model": "[ngram]", "num_speculative_tokens": 2}'],
-     ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "method ngram"),
+     ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], '-> "method": "ngram"'),
     (["vllm", "serve", "M", "--speculative-config", '{"model": "D", "acceptance_method": "x", "disable_logprobs": 1}'],
      ["--speculative-config", '{"model": "D"}'], "acceptance_method is left out"),
     (["vllm", "serve", "M", "--speculative-config.method", "ngram", "--spec-tokens=3"],
@@ -415,7 +434,23 @@ LEGACY: list[tuple[list[str], list[str], str]] = [
     (["VLLM_USE_V1=0", "/opt/bin/python3.11", *OLD[1:]], [], "VLLM_USE_V1 is left out"),
     (["vllm", "serve", "M", "--api-key", "k"], [], "VLLM_API_KEY"),
     (["vllm", "serve", "M", "--api-key", "k", "l"], ["--api-key", "k", "l"], ""),
+    (["vllm", "serve", "M", *DRAFT, "--speculative-draft-tensor-parallel-size=1", "-tp", "4"],
+     ["--speculative-config", '{"model": "D", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}',
+      "-tp", "4"],
+     "is 1 beside the target's 4: vLLM 0.32.0 refuses that"),
+    (["vllm", "serve", "M", "--device", "cuda", "--swap-space=16", "--disable-log-requests", "--seed", "1"],
+     ["--seed", "1"], "--device is left out: vLLM finds it out\n--swap-space is left out"),
+    (["vllm", "serve", "M", "--guided_decoding_backend=xgrammar"], ["--structured-outputs-config.backend=xgrammar"],
+     "--guided-decoding-backend -> --structured-outputs-config.backend"),
+    (["vllm", "serve", "M", "--task", "generate"], ["--task", "generate"], "is passed on, and vLLM 0.32.0 refuses it"),
+    (["vllm", "serve", "M", "--tensor-paralel-size=2"], ["--tensor-paralel-size=2"],
+     "not known here and passed on as it is: --tensor-paralel-size (did you mean --tensor-parallel-size?)"),
+    (["vllm", "serve", "M", "-sc", '{"method": "medsa", "model": "D"}'],
+     ["--speculative-config", '{"method": "medsa", "model": "D"}'], "passed on: did you mean medusa?"),
 ]  # fmt: skip
+
+
+REFUSED_BY_THE_REAL_ONE = {"--x", "--task", "--tensor-paralel-size=2"}
 
 
 @pytest.mark.parametrize(("words", "flags", "said"), LEGACY)
@@ -426,7 +461,8 @@ def test_old_commands(words: list[str], flags: list[str], said: str) -> None:
     assert said or not made.notes
     assert set(configs(made.words)) <= recorded("speculative_config", "0.32.0")
     again = translate(made.words, NEWEST)
-    assert (again.words, again.notes) == (made.words, ())
+    assert again.words == made.words
+    assert not any("->" in note or "left out" in note for note in again.notes)
 
 
 def test_old_commands_keep_their_environment() -> None:
@@ -468,6 +504,56 @@ def test_old_commands_for_old_releases() -> None:
 def test_malformed_old_commands(words: list[str]) -> None:
     with pytest.raises(OptionError):
         translate(words, NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "message"),
+    [
+        (["--speculative-modle", "D"], NEWEST, "--speculative-modle is no flag of vLLM .*mean --speculative-model"),
+        (["--ngram-prompt-lookup-mx=4"], NEWEST, "mean --ngram-prompt-lookup-max"),
+        (["--num-speculative-token=4"], (0, 9, 0), "mean --num-speculative-tokens"),
+        (["--spec-tokens", "3"], (0, 21, 0), "from 0.22.0 on; use --speculative-config"),
+        (["-sc", '{"num_speculative_tokns": 5}'], NEWEST, "'num_speculative_tokns' .* mean num_speculative_tokens"),
+        (["-sc", '{"model": "D", "tensor_parallel_size": 2}'], NEWEST, "mean draft_tensor_parallel_size"),
+        (["--speculative-config.methd", "ngram"], NEWEST, "mean method"),
+        (["-sc", '{"use_heterogeneous_vocab": true}'], (0, 24, 0), "came with 0.25.0; leave it out or upgrade"),
+        (["-sc", '{"speculative_token_tree": "x"}'], NEWEST, "ended with 0.21.0; leave it out"),
+        (["--speculative-model", "ibm-fms/x-accelerator"], NEWEST, "MLP speculator, which vLLM 0.32.0 does not run"),
+        ([*DRAFT, "--spec-model", "E"], NEWEST, "--speculative-model D is of old vLLM and --spec-model of today's"),
+        (["--num-speculative-tokens", "5"], NEWEST, "^--num-speculative-tokens 5 without a speculative model"),
+    ],
+)  # fmt: skip
+def test_what_vllm_refuses_is_refused_here(words: list[str], version: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        translate(["vllm", "serve", "M", *words], version)
+
+
+def test_a_newer_vllm_may_know_more() -> None:
+    words = ["vllm", "serve", "M", "--spec-new", "1", "-sc", '{"newer": 1}']
+    made = translate(words, (0, 33, 0))
+    assert made.words == ("vllm", "serve", "M", "--spec-new", "1", "--speculative-config", '{"newer": 1}')
+    assert [note.split(":")[0].split(" (")[0] for note in made.notes] == [
+        "'newer' in --speculative-config is not known here and passed on", "not known here and passed on as it is",
+    ]  # fmt: skip
+
+
+def test_tables_of_old_flags_and_keys_are_what_was_recorded() -> None:
+    for release in RELEASES:
+        version = version_of(release)
+        flags, keys = recorded("flags", release), recorded("speculative_config", release)
+        for flag, since in {flag: row[0] for table in (GONE, RENAMED, REFUSED) for flag, row in table.items()}.items():
+            assert (flag in flags) == (version < since), (flag, release)
+        assert all(new in flags for since, new in RENAMED.values() if version >= since and "." not in new)
+        assert {flag for flag, since in NEW_FLAGS.items() if version >= since} == {
+            flag for flag in flags if flag.startswith("--spec")
+        }
+        mine = {key for since, words in KEYS.items() if version >= since for key in words.split()}
+        mine -= {key for key, since in ENDED.items() if version >= since}
+        internal = {"target_model_config", "target_parallel_config", "tensor_parallel_size"}
+        assert keys - internal <= mine, release
+        assert mine - keys <= {*OLD_KEYS, "disable_by_batch_size"}, release
+    assert recorded("flags", "0.32.0") | {"--model"} >= KNOWN
+    assert recorded("method", "0.32.0") >= set(METHODS)
 
 
 OLD_FLAGS = [
@@ -552,7 +638,7 @@ def real_cases() -> dict[str, tuple[tuple[str, ...], bool]]:
     )  # fmt: skip
     parsed["everything"] = (command(everything, NEWEST).words, False)
     parsed |= {f"old {i}": (translate(words, NEWEST).words, False) for i, (words, _, _) in enumerate(LEGACY)
-               if "--x" not in words}  # fmt: skip
+               if not REFUSED_BY_THE_REAL_ONE & {*words}}  # fmt: skip
     built: dict[str, dict[str, Any]] = {
         "none": {"drafter": "none"},
         "ngram": {"drafter": "ngram", "verification": "block"},

@@ -62,6 +62,7 @@ from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.text import conversation
+from flashspec.weights import check_hub
 
 if TYPE_CHECKING:
     from flashspec.engine import AnyController, LocalEngine
@@ -136,10 +137,11 @@ def generate(
         reply.run(text if raw else _conversation(engine, text, system), sampling)
     if as_json:
         print(json.dumps(reply.as_dict(), ensure_ascii=False))
-    if color_tokens:
+    if reply.is_colored and screen.is_terminal:
         screen.print(" ".join(f"[{color}]{kind}[/]" for kind, color in COLORS.items()))
     if stats:
-        screen.print(engine.why, style="dim", markup=False, soft_wrap=True)
+        if reply.stats.num_drafts or reply.stats.num_steps:  # a server that drafted nothing has no drafter to name
+            screen.print(engine.why, style="dim", markup=False, soft_wrap=True)
         screen.print(stats_text(reply.stats, reply.timings, engine.controller), soft_wrap=True)
     if reply.was_interrupted:
         raise typer.Exit(130)
@@ -225,6 +227,10 @@ class _Reply:
         self.was_interrupted = False
 
     @property
+    def is_colored(self) -> bool:
+        return self.color and not self.quiet and self.paper.is_terminal and not self.paper.no_color
+
+    @property
     def text(self) -> str:
         return "".join(chunk.text for chunk in self.chunks)
 
@@ -242,7 +248,7 @@ class _Reply:
         self.chunks.append(chunk)
         if self.quiet:
             return
-        if not self.color or not self.paper.is_terminal:
+        if not self.is_colored:
             print(chunk.text, end="", flush=True)
             return
         for piece, kind in zip(chunk.pieces, chunk.kinds, strict=True):
@@ -285,14 +291,9 @@ def timings_dict(timings: Timings) -> dict[str, float]:
 
 def stats_text(stats: SpecStats, timings: Timings, controller: AnyController | None) -> str:
     """The lines that --stats ends with."""
-    accepted = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens in {stats.num_drafts} drafts"
-    steps = f" in {stats.num_steps} steps" if stats.num_steps else ""  # which another server does not tell
-    lines = [
-        f"acceptance rate {stats.acceptance_rate:.1%} ({accepted}), "
-        f"mean acceptance length {stats.mean_acceptance_length:.2f}",
-        f"{timings.num_output_tokens} tokens{steps}, {timings.tokens_per_second:.1f} tokens/s, "
-        f"TTFT {timings.ttft:.2f} s, TPOT {timings.tpot * 1000:.0f} ms",
-    ]
+    if not timings.num_output_tokens:
+        return "[dim]nothing was generated[/]"
+    lines = [_acceptance_text(stats), _speed_text(stats, timings)]
     if spent := timings.draft + timings.verify + timings.sample:
         shares = (f"{name} {getattr(timings, name) / spent:.1%}" for name in ("draft", "verify", "sample"))
         lines.append(f"time: {', '.join(shares)}")
@@ -301,6 +302,23 @@ def stats_text(stats: SpecStats, timings: Timings, controller: AnyController | N
     if controller is not None:
         lines.append(controller.explain())
     return f"[dim]{chr(10).join(lines)}[/]"
+
+
+def _acceptance_text(stats: SpecStats) -> str:
+    if not stats.num_drafts:  # rates of nothing would read as bad ones
+        return "nothing was drafted" if stats.num_steps else "the server tells of no drafts: it may have no drafter"
+    return (
+        f"acceptance rate {stats.acceptance_rate:.1%} ({stats.num_accepted_tokens} of {stats.num_draft_tokens} "
+        f"draft tokens in {stats.num_drafts} drafts), mean acceptance length {stats.mean_acceptance_length:.2f}"
+    )
+
+
+def _speed_text(stats: SpecStats, timings: Timings) -> str:
+    """Without steps where a server does not tell them, without a time per token where there is no second one."""
+    count = timings.num_output_tokens
+    tokens = f"{count} token{'s' if count != 1 else ''}" + (f" in {stats.num_steps} steps" if stats.num_steps else "")
+    speed = f"{tokens}, {timings.tokens_per_second:.1f} tokens/s, TTFT {timings.ttft:.2f} s"
+    return speed + (f", TPOT {timings.tpot * 1000:.0f} ms" if timings.tpot else "")
 
 
 def _lengths_text(stats: SpecStats) -> str:
@@ -318,6 +336,7 @@ def _load(model: str | None, *, url: str | None, api_key: str | None, **options:
             from flashspec.cli.remote import remote_engine
 
             return remote_engine(model, url=url, api_key=api_key, say=say, options=options)
+        check_hub(model, options["draft"], say=say)
         from flashspec.loader import load
 
         engine = load(model, progress=say, max_batch=1, **options)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import tomllib
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,12 @@ MODELS = (  # options that say how models are loaded, in every command that load
     "backend", "draft_backend", "draft_dtype", "draft_vocab", "draft_width", "threads", "gpu_layers", "device", "dtype"
 )  # fmt: skip
 ENGINE = {"model", "draft", "drafter", "num_speculative_tokens", *MODELS}
-SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"logit_bias", "grammar"}
+SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {  # without what no command has
+    "logit_bias", "grammar", "allowed_tokens", "bad_tokens", "min_tokens",
+}  # fmt: skip
+WHOLE = {"draft_vocab", "draft_width", "threads", "gpu_layers", "top_k", "seed", "max_tokens", "logprobs"}
+NUMBERS = {field.name for field in dataclasses.fields(SamplingParams) if field.type == "float"}
+LISTS = {"num_speculative_tokens", "temperature", "draft_width"}  # of bench, which takes texts with commas for them
 
 
 # One option, one line: the commands share these.
@@ -124,24 +130,62 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Make a file's values the command's defaults.
 
     Raises:
-        OptionError: not TOML, or a name that no command has.
+        OptionError: not TOML, a name that no command has, or a value that the option does not take.
     """
     if file is None:
         return None
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise OptionError(f"cannot read the configuration {file}: {error}; flashspec tune writes one") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"cannot read the configuration {file}: {error}; it must be TOML in UTF-8, as flashspec tune writes it"
+        ) from error
     known = {*ENGINE, *SAMPLING}
     if unknown := sorted(set(values) - known):
         raise OptionError(f"{file} sets {unknown[0]!r}, which is not an option; known are {', '.join(sorted(known))}")
-    if tables := [name for name, value in values.items() if isinstance(value, dict)]:
-        raise OptionError(f"{file} has a table [{tables[0]}]; give a single value")
     options = {parameter.name: parameter for parameter in context.command.params}
+    for name, value in values.items():
+        _check_kind(file, name, value, is_bench="drafters" in options)
     if "drafters" in options and "drafter" in values:
         values["drafters"] = values.pop("drafter")
     for name in set(values) & set(options):
         if getattr(options[name], "multiple", False) and not isinstance(values[name], list):
             values[name] = [values[name]]
+        try:
+            options[name].process_value(context, values[name])
+        except typer.BadParameter as error:  # a limit, which Typer would say without the file
+            raise OptionError(
+                f"{file} sets {name} = {_shown(values[name])}; {error.message.removeprefix('Value error, ')}"
+            ) from error
     context.default_map = {**(context.default_map or {}), **{k: v for k, v in values.items() if k in options}}
     return file
+
+
+def _check_kind(file: Path, name: str, value: object, *, is_bench: bool) -> None:
+    """Raise OptionError for a value of another type: Typer would make a text of a number and a number of true."""
+    kinds, wanted = _kind(name)
+    if is_bench and name in LISTS:
+        kinds, wanted = (*kinds, str), f"{wanted}, or a text of several with commas"
+    is_list = isinstance(value, list) and (name == "stop" or (is_bench and name == "draft"))
+    for each in value if isinstance(value, list) and is_list else [value]:
+        lengths = each.split(",") if isinstance(each, str) and name == "num_speculative_tokens" else []
+        if type(each) not in kinds or any(draft_length(part) == part != "auto" for part in map(str.strip, lengths)):
+            given = f"to a table [{name}]" if isinstance(each, dict) else f"= {_shown(each)}"
+            raise OptionError(f"{file} sets {name} {given}; it must be {wanted}")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, date) else repr(value)
+
+
+def _kind(name: str) -> tuple[tuple[type, ...], str]:
+    """Types of an option's value in a file, and how they are called."""
+    if name in WHOLE:
+        return (int,), "a whole number"
+    if name in NUMBERS:
+        return (int, float), "a number"
+    if name == "ignore_eos":
+        return (bool,), "true or false"
+    if name == "num_speculative_tokens":
+        return (int, str), 'a whole number or "auto"'
+    return (str,), "a text in quotes" + (", or a list of such" if name == "stop" else "")

@@ -193,9 +193,10 @@ class Place:
 
 
 def _config(model: str, say: Say, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
+    from flashspec.weights import check_hub, source_of
 
-    from flashspec.weights import source_of
+    check_hub(model, say=say)
+    from transformers import AutoConfig
 
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():  # its header is enough

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +16,14 @@ from rich.markup import escape
 from flashspec.cli.options import app, screen
 from flashspec.controller import AUTO
 from flashspec.errors import OptionError
-from flashspec.vllm.command import NEWEST, Options, shell
+from flashspec.vllm.command import NEWEST, Options, Version, name, shell
 from flashspec.vllm.legacy import translate as translated
 
 if TYPE_CHECKING:
     from flashspec.vllm.engine import VllmEngine
 
 READY_SECONDS = 900.0
+THEIRS = {"num_speculative_tokens": AUTO, "device": None, "dtype": None, "trust_remote_code": False}  # who loads it
 OURS = {  # options that only mean something where we run the model: name -> what is at its default
     "draft_backend": AUTO, "draft_dtype": None, "draft_vocab": None, "draft_width": None, "threads": None,
     "gpu_layers": 0, "pack": True, "self_test": False,
@@ -43,6 +46,10 @@ def remote_engine(
         return engine_of(vllm_options(model, options), say, ready_seconds=READY_SECONDS)
     if options.get("draft") or options.get("drafter") not in (None, AUTO):
         raise OptionError("with --url the server has its drafter already; leave out --draft and --drafter")
+    for option, neutral in {**OURS, **THEIRS}.items():
+        if options.get(option, neutral) != neutral:
+            raise OptionError(f"{_flag(option)} is the server's own choice with --url; leave it out")
+    url = url if "://" in url or not url.strip() else f"http://{url}"
     say(f"asking {url}")
     return VllmEngine(url, model=model, api_key=api_key)
 
@@ -51,21 +58,22 @@ def vllm_options(model: str | None, given: dict[str, Any], **more: Any) -> Optio
     """Our options as ``vllm.command``'s; raises OptionError for those that vLLM has no counterpart of."""
     from flashspec.vllm.launch import options_of
 
-    for name, neutral in OURS.items():
-        if given.get(name, neutral) != neutral:
-            flag = "--" + name.replace("_", "-")
-            raise OptionError(f"{flag} is of the local engine; leave it out with --backend vllm")
+    for option, neutral in OURS.items():
+        if given.get(option, neutral) != neutral:
+            raise OptionError(f"{_flag(option)} is of the local engine; leave it out with --backend vllm")
     names = ("draft", "drafter", "num_speculative_tokens", "dtype", "trust_remote_code")
-    return options_of(model, **{name: given[name] for name in names if name in given}, **more)
+    return options_of(model, **{option: given[option] for option in names if option in given}, **more)
 
 
 def check_vllm_only(backend: str, given: dict[str, Any]) -> None:
     """Raise OptionError for vLLM's options beside another backend."""
-    neutral = (None, False, 1, ())
-    asked = [name for name, value in given.items() if value not in neutral]
+    asked = [option for option, value in given.items() if value is True or value not in (None, False, 1, ())]
     if asked and backend != "vllm":
-        flag = "--" + asked[0].replace("_", "-")
-        raise OptionError(f"{flag} is vLLM's; add --backend vllm, or leave it out")
+        raise OptionError(f"{_flag(asked[0])} is vLLM's; add --backend vllm, or leave it out")
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def parsed_schedule(text: str | None) -> tuple[tuple[int, int, int], ...]:
@@ -74,9 +82,17 @@ def parsed_schedule(text: str | None) -> tuple[tuple[int, int, int], ...]:
         return ()
     try:
         rows = json.loads(text)
-        return tuple((int(first), int(last), int(k)) for first, last, k in rows)
-    except (ValueError, TypeError) as error:
-        raise OptionError(f"schedule is {text!r}; it must be like [[1, 4, 5], [5, 64, 0]] ({error})") from error
+    except (ValueError, RecursionError):
+        rows = None
+    is_sound = isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == 3 and all(type(number) is int for number in row) for row in rows
+    )
+    if not is_sound:
+        raise OptionError(
+            f"schedule is {text!r}; it must be rows of a first batch size, a last one and a number of guesses, such as "
+            "'[[1, 4, 5], [5, 64, 0]]'; flashspec plan prints one"
+        )
+    return tuple((first, last, k) for first, last, k in rows)
 
 
 def print_plan(options: Options) -> None:
@@ -114,18 +130,31 @@ def translate(
     words: Annotated[list[str] | None, typer.Argument(help="An older vLLM command line.", show_default=False)] = None,
 ) -> None:
     """Turn a vLLM command line of an older tutorial into today's."""
-    from flashspec.vllm.launch import executable, installed_version
-
     said = list(words or [])
     if said in ([], ["--help"], ["-h"]):
         screen.print(escape(context.get_help()), soft_wrap=True)
         raise typer.Exit(0 if said else 2)
-    given = shlex.split(said[0]) if len(said) == 1 else said
-    try:
-        version = installed_version(executable())
-    except OptionError:
-        version = NEWEST
-    made = translated(given, version)
-    for note in made.notes:
+    version, missing = _version()
+    made = translated(_split(said[0]) if len(said) == 1 else said, version)
+    for note in (*missing, *(made.notes or ["nothing in it is of old vLLM: it stays as it is"])):
         screen.print(escape(note), style="dim", soft_wrap=True)
     print(shell(made))
+
+
+def _split(line: str) -> list[str]:
+    """The words of a quoted command, pasted with its continued lines and perhaps a prompt before it."""
+    try:
+        return shlex.split(re.sub(r"\\\s*\n", " ", line).strip().removeprefix("$ "))
+    except ValueError as error:
+        raise OptionError(f"cannot read {line!r} as a command ({error}); close its quotes") from error
+
+
+def _version() -> tuple[Version, list[str]]:
+    """The vLLM that a command is for, and what to say where there is none."""
+    from flashspec.vllm.launch import WHERE, executable, installed_version
+
+    try:
+        return installed_version(executable()), []
+    except OptionError as error:
+        why = str(error) if os.environ.get(WHERE) else "no vLLM is installed here"
+        return NEWEST, [f"{why}; this is for vLLM {name(NEWEST)}"]

@@ -324,8 +324,8 @@ class _Planner:
         if low < 8:
             self.notes.append(
                 f"prompt_lookup_min is {low}: damaged tool calls were reported with 2 (vLLM's issues 40875 for 0.19 "
-                "and 56077 for 0.28, both open); where tools are called, set it and prompt_lookup_max to 8 or more, "
-                "or use another drafter"
+                "and 56077 for 0.28, both open); where tools are called, use another drafter, or set it and "
+                "prompt_lookup_max to 8 or more in the command (flashspec serve --dry-run prints it)"
             )
         return {"prompt_lookup_max": high, "prompt_lookup_min": low}
 
@@ -527,10 +527,11 @@ def _check_schedule(schedule: tuple[Range, ...]) -> None:
         if len(entry) != 3 or not all(map(_is_whole, entry)):
             raise OptionError(f"schedule has {entry!r}; an entry is (from batch, to batch, guesses)")
         low, high, k = entry
-        if low <= last or high < low or not 0 <= k <= 1024:
-            raise OptionError(
-                f"schedule has {entry!r} after batch size {last}; ranges ascend and do not overlap, and k is 0 to 1024"
-            )
+        if not 0 <= k <= 1024:
+            raise OptionError(f"schedule has {k} guesses in {entry!r}; it must be a whole number from 0 to 1024")
+        if low <= last or high < low:
+            after = f" after batch size {last}" if last else ""
+            raise OptionError(f"schedule has {entry!r}{after}; batch sizes are from 1 on, ascend and do not overlap")
         if not last and low != 1:
             raise OptionError(f"the schedule begins at batch size {low}; vLLM wants it to begin at 1")
         last = high

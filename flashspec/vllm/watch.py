@@ -432,7 +432,8 @@ def _idle(view: View) -> Verdict | None:
         return None
     return Verdict(
         name="idle", level="note", number=0, threshold=1,
-        evidence=f"no tokens in {view.seconds:.0f} s: there is nothing to judge until requests come",
+        evidence=f"no tokens in {view.seconds:.{0 if view.seconds >= 10 else 1}f} s: there is nothing to judge "
+        "until requests come",
     )  # fmt: skip
 
 
