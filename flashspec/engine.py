@@ -35,6 +35,7 @@ from flashspec.core import (
     TokenLogprob,
     Verdict,
 )
+from flashspec.costs import is_ragged
 from flashspec.errors import FlashSpecError, MemoryLimitError, OptionError, PromptError
 from flashspec.grammar import GrammarCompiler
 from flashspec.prefixes import FEWEST_TOKENS, PrefixStore, available, keep, resume, shared
@@ -160,6 +161,7 @@ class LocalEngine(Streaming):
         self.last_step: StepReport | None = None
         self.last_chunks: list[Chunk] = []  # of the last step, also where it ended in an exception
         self._read_seconds = read_seconds
+        self._packs = is_ragged(target)
         self._token_seconds = 0.0  # to read a token of a prompt; 0 before any was read
         self._grammars: GrammarCompiler | None = None
         self._inner: dict[str, Any] = {}  # what the drafter wants to see of the target
@@ -240,14 +242,17 @@ class LocalEngine(Streaming):
     def _step(self, running: list[Sequence]) -> list[Chunk]:
         started = time.perf_counter()
         chunks = self.last_chunks
-        seqs, num_read, has_prompt = self._ready(running)
+        seqs, num_read, has_prompt, piece = self._ready(running)
         if not seqs:
+            if piece is not None:
+                self._read(*piece)
             return []
         begun = time.perf_counter()
         work = self._plan(seqs, num_read, has_prompt)
         drafts = self._propose(seqs, work.budgets)
         drafted = time.perf_counter()
-        scores = self.target.score(seqs, drafts, **self._inner)
+        beside: dict[str, Any] = {} if piece is None else {"piece": piece}
+        scores = self.target.score(seqs, drafts, **self._inner, **beside)
         scored = time.perf_counter()
         try:
             verdicts = [self._settle(*each, chunks) for each in zip(seqs, drafts, scores, strict=True)]
@@ -337,12 +342,12 @@ class LocalEngine(Streaming):
 
     # parts of a step
 
-    def _ready(self, running: list[Sequence]) -> tuple[list[Sequence], int, bool]:
-        """Read prompts, a piece in each step.
+    def _ready(self, running: list[Sequence]) -> tuple[list[Sequence], int, bool, tuple[Sequence, int] | None]:
+        """Which prompts are read in this step, and how far.
 
         Returns:
-            the sequences whose next token can be had, tokens of prompts that are left to this step's score, and whether
-            any prompt is read in this step.
+            the sequences whose next token can be had, tokens of prompts that are left to this step's score, whether any
+            prompt is read in this step, and a sequence of which so many tokens are to be read beside the others.
         """
         unseen = {seq: len(seq) - self.target.cached_length(seq) for seq in running}
         is_alone = all(count > FEW for count in unseen.values())
@@ -352,6 +357,7 @@ class LocalEngine(Streaming):
         if hasattr(self.target, "expected_rows"):
             self.target.expected_rows = len(running)
         ready, num_scored = [], 0
+        part: tuple[Sequence, int] | None = None
         for seq in running:
             if not self._requests[seq.id].is_begun:
                 if self._waits(seq, running):
@@ -364,9 +370,12 @@ class LocalEngine(Streaming):
                 num_scored += unseen[seq]
                 ready.append(seq)
             elif left > 0:
-                self._read(seq, left)
+                if self._packs:
+                    part = seq, left
+                else:
+                    self._read(seq, left)
                 left = 0
-        return ready, num_scored, left < piece
+        return ready, num_scored, left < piece, part
 
     def _piece(self) -> int:
         """Tokens of prompts that may be read while others wait for their next token."""

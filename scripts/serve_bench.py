@@ -117,11 +117,11 @@ async def crowd(url: str, bodies: list[dict[str, Any]], clients: int) -> tuple[f
     return time.perf_counter() - started, replies
 
 
-def conversations(files: list[Path], limit: int) -> list[list[dict[str, str]]]:
-    """The first ``limit`` prompts of each file, one file after the other in turns."""
+def conversations(files: list[Path], limit: int, skip: int = 0) -> list[list[dict[str, str]]]:
+    """``limit`` prompts of each file behind the first ``skip``, one file after the other in turns."""
     found = []
     for file in files:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:limit]]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[skip : skip + limit]]
         found.append([row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows])
     return [messages for turn in zip(*found, strict=True) for messages in turn]
 
@@ -172,7 +172,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 async def servers(options: argparse.Namespace) -> dict[str, Any]:
     """Aggregate tokens a second of several servers of one model, in turns, at each number of clients."""
-    prompts = conversations(options.prompts, options.limit)
+    prompts = conversations(options.prompts, options.limit, options.skip)
     found: dict[str, Any] = {}
     texts: dict[str, dict[int, str]] = {url: {} for url in options.urls}
     pids = dict(zip(options.urls, options.pids, strict=True)) if options.pids else {}
@@ -322,6 +322,7 @@ def main() -> None:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[])
     parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
+    parser.add_argument("--skip", type=int, default=0, help="of servers: prompts of each file that they have seen")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--requests", type=int, default=500, help="of load")
     parser.add_argument("--history", type=int, default=1000, help="words of turn's first message")

@@ -458,6 +458,28 @@ def test_features_of_packed_rows() -> None:
         assert torch.allclose(score.features, other.features, atol=1e-4)
 
 
+@pytest.mark.parametrize("features", [(), (0, 3)])
+def test_a_piece_of_another_prompt_is_read_beside(family: str, features: tuple[int, ...]) -> None:
+    checked, other = Checked(family), sequence(some_tokens(40, 5), name="other")
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (9, 4)]
+    target = checked.target
+    target.score(seqs, [a_tree(3), EMPTY], features=features, piece=(other, 17))
+    assert target.cached_length(other) == 17
+    for seq in seqs:
+        checked.commit(seq, EMPTY, [], 77)
+    target.score(seqs, [EMPTY, EMPTY], features=features, piece=(other, 99))
+    assert target.cached_length(other) == 39, "the last token is left for its own score"
+    for seq in seqs:
+        checked.commit(seq, EMPTY, [], 7)
+    scores = target.score([*seqs, other], [EMPTY, a_tree(2), EMPTY], features=features)
+    assert_close(scores[2].logits[0], plain(family, tuple(other.tokens))[0])
+    assert_close(scores[0].logits[0], plain(family, tuple(seqs[0].tokens))[0])
+    if features:
+        assert scores[2].features is not None
+        alone = HFTarget(served(family)).score([other], [EMPTY], features=features)[0].features
+        assert torch.allclose(scores[2].features, alone, atol=1e-3)
+
+
 def test_a_forward_that_fails_leaves_no_packing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     target = HFTarget(served("llama"))
     seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (9, 4)]

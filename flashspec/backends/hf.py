@@ -81,9 +81,18 @@ class HFTarget:
 
     @torch.inference_mode()
     def score(
-        self, seqs: Seq[Sequence], drafts: Seq[Draft], *, hidden: bool = False, features: Seq[int] = ()
+        self,
+        seqs: Seq[Sequence],
+        drafts: Seq[Draft],
+        *,
+        hidden: bool = False,
+        features: Seq[int] = (),
+        piece: tuple[Sequence, int] | None = None,
     ) -> list[Score]:
         """See ``core.Target``. One ragged forward, but for long prompts, which run alone and in chunks.
+
+        Args:
+            piece: a sequence that is not among these, and so many of its tokens, to be read beside them.
 
         Raises:
             PromptError: tokens and draft exceed the model's positions.
@@ -91,11 +100,16 @@ class HFTarget:
         """
         feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
         found: dict[int, Score] = {}
+        if piece is not None:
+            rest = self._feed(piece[0], EMPTY)
+            feeds.append(Feed(rest.row, rest.unseen[: min(piece[1], len(rest.unseen) - 1)], EMPTY))
         for group in self._groups(feeds):
             for index, score in zip(group, self._forward([feeds[i] for i in group], hidden, features), strict=True):
                 found[index] = score
-        for seq, feed in zip(seqs, feeds, strict=True):
-            self._bases[seq] = self._cache.lengths[feed.row]
+        if piece is not None and (inner := found[len(seqs)].features) is not None:
+            self._unread.setdefault(piece[0], []).append(inner)
+        for index, seq in enumerate(seqs):
+            self._bases[seq] = self._cache.lengths[feeds[index].row]
         return [self._with_read(seq, found[index]) for index, seq in enumerate(seqs)]
 
     def _groups(self, feeds: list[Feed]) -> list[list[int]]:
