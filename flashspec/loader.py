@@ -28,7 +28,7 @@ from flashspec.drafters.translated import TranslatedDrafter
 from flashspec.engine import READ_SECONDS, AnyController, LocalEngine
 from flashspec.errors import MemoryLimitError, OptionError, VocabularyError
 from flashspec.heads.eagle import EagleHead
-from flashspec.heads.files import kind_of
+from flashspec.heads.kind import kind_of
 from flashspec.heads.medusa import MedusaHeads
 from flashspec.pretrained import Loaded, free_memory, load_model
 from flashspec.scheduler import check_draft_length

@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from flashspec.errors import ModelError
 from flashspec.heads import files
 from flashspec.heads.eagle import EagleConfig, EagleHead, rotated
-from flashspec.heads.files import Facts, kind_of, read_eagle, read_medusa, write_eagle, write_medusa
+from flashspec.heads.files import Facts, read_eagle, read_medusa, write_eagle, write_medusa
+from flashspec.heads.kind import kind_of
 from flashspec.heads.medusa import MedusaHeads
 
 D, VOCAB, LAYERS = 8, 12, 10  # of the target

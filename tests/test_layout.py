@@ -86,7 +86,9 @@ def test_imports_inside_the_server_point_one_way() -> None:
             assert level[name] < level[file.stem], f"server/{file.name} imports {name}.py, which is not below it"
 
 
-@pytest.mark.parametrize("modules", ["flashspec, flashspec.cli", "flashspec.server.proxy, flashspec.server.run"])
+@pytest.mark.parametrize(
+    "modules", ["flashspec, flashspec.cli", "flashspec.server.proxy, flashspec.server.run", "flashspec.vllm.launch"]
+)
 def test_core_command_line_help_and_the_proxy_need_no_torch(modules: str) -> None:
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -101,7 +101,7 @@ def _case(
     """Models, drafter and costs, loaded as ``flashspec.load`` does; another vocabulary is no error here."""
     from flashspec.bench.prompts import read_prompts, tasks_of
     from flashspec.doctor import Case
-    from flashspec.heads.files import kind_of
+    from flashspec.heads.kind import kind_of
     from flashspec.loader import choose_drafter, cost_curve, draft_curve, heads_read
     from flashspec.pretrained import Loaded, load_model
     from flashspec.trained import Heads, load_heads

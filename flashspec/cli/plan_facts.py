@@ -130,7 +130,7 @@ class Place:
     def _size(self, model: str, say: Say, assumed: list[str], *, is_draft: bool = False) -> ModelSize:
         from flashspec import pretrained
         from flashspec.backends import half
-        from flashspec.heads.files import kind_of
+        from flashspec.heads.kind import kind_of
         from flashspec.weights import cache_folder, gguf_file
 
         if is_draft and kind_of(model) is not None:

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,13 +28,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flashspec.errors import ModelError
 from flashspec.heads.eagle import EagleConfig, EagleHead
+from flashspec.heads.kind import MEDUSA_FILES, Folder
 from flashspec.heads.medusa import MedusaHeads
 
-Folder = str | os.PathLike[str]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 RENAMED = (  # what files call our networks' tensors, and what these do
     (re.compile(r"^medusa_heads?\."), ""),
@@ -64,21 +63,6 @@ class Facts:
     accuracies: list[float]  # ours only: how often each head's first guess was right, in [0, 1]
     expected_length: float | None  # ours only: tokens per step
     is_medusa2: bool = False  # trained together with a model of their own, so they guess worse for the stock one
-
-
-def kind_of(folder: Folder) -> Literal["medusa", "eagle3"] | None:
-    """What kind of heads a local folder holds; None for anything else, whatever it is. It reads no weights."""
-    config: Config = {}
-    with contextlib.suppress(Exception):  # an unreadable one is told by its files, and reading it says what is wrong
-        config = _config(Path(folder))
-        names, speculator = str(config.get("architectures")).lower(), config.get("speculators_model_type")
-        has_draft = speculator is None and config.get("draft_vocab_size") is not None  # its other kinds have one too
-        if speculator == "eagle3" or "eagle3" in names or has_draft:
-            return "eagle3"
-        if "medusa_num_heads" in config or config.get("model_type") == "medusa" or "medusa" in names:
-            return "medusa"
-    has_file = not config and any(os.path.isfile(os.path.join(folder, name)) for name in MEDUSA_FILES)
-    return "medusa" if has_file else None
 
 
 def read_medusa(folder: Folder, *, hidden_size: int, vocab_size: int) -> tuple[MedusaHeads, Facts]:

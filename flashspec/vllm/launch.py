@@ -17,7 +17,7 @@ from typing import Any
 
 from flashspec.controller import AUTO
 from flashspec.errors import OptionError
-from flashspec.heads.files import kind_of
+from flashspec.heads.kind import kind_of
 from flashspec.vllm.command import NEWEST, Command, DraftKind, Options, Version, command, name, version_of
 from flashspec.vllm.engine import VllmEngine
 from flashspec.vllm.process import ServerProcess
