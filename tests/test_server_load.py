@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -147,3 +150,24 @@ def test_it_is_as_exact_afterwards(server: Server, known: list[tuple[Ask, list[A
         assert server.complete(ask.prompt, **ask.sampling).json["choices"][0]["text"] == right.text
     server.terminate()
     assert server.process.wait(30) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_the_loops_thread_keeps_no_helpers_beside_the_engines() -> None:
+    """With more OpenMP threads than cores each is put to sleep after every operation: a third of the speed."""
+    code = (
+        "import os, torch\n"
+        "from flashspec.server.worker import let_helpers_go\n"
+        "count = lambda: len(os.listdir('/proc/self/task'))\n"
+        "before, x = count(), torch.ones(2000, 1000)\n"
+        "x.exp(); during = count(); let_helpers_go(); after = count()\n"
+        "assert float(x.exp().sum()) > 0\n"
+        "print(during - before, after - before, count() - before)\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    helpers, left, back = map(int, done.stdout.split())
+    if helpers == 0:
+        pytest.skip("this torch computes in one thread")
+    assert left == 0
+    assert back == helpers, "they come back where they are needed"
