@@ -357,8 +357,13 @@ class SpecStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """The rate of each position, over the drafts in which all before it were accepted."""
+        """The rate of each position, over the drafts in which all before it were accepted.
+
+        Empty where a server has told how many were accepted, and not how many drafts came so far.
+        """
         accepted = self.num_accepted_tokens_per_pos
+        if len(accepted) > len(self.num_reached_per_pos):
+            return []
         accepted = accepted + [0] * (len(self.num_reached_per_pos) - len(accepted))
         return [hit / tried for hit, tried in zip(accepted, self.num_reached_per_pos, strict=True)]
 

@@ -38,7 +38,7 @@ from vllm_process import (
 
 from flashspec.core import Chunk, Grammar, Prompt, SamplingParams, SpecStats
 from flashspec.errors import EngineLostError, FlashSpecError, OptionError, PromptError
-from flashspec.vllm.engine import VllmEngine
+from flashspec.vllm.engine import VllmEngine, merge_told
 from flashspec.vllm.process import ServerProcess
 
 pytestmark = pytest.mark.usefixtures(nothing_left.__name__)
@@ -341,8 +341,8 @@ def test_a_busy_server(engine: VllmEngine, status: int) -> None:
 
 def test_wrong_addresses(tmp_path: Path) -> None:
     with pytest.raises(EngineLostError, match=r"nothing answers at http://127\.0\.0\.1:\d+ .*is the server running"):
-        VllmEngine(f"http://127.0.0.1:{free_port()}")
-    for url in ("localhost:8000", "ftp://localhost", "http://", "http://localhost:99999", "http://localhost:x", ""):
+        VllmEngine(f"127.0.0.1:{free_port()}")
+    for url in ("ftp://localhost", "http://", "http://localhost:99999", "http://localhost:x", ""):
         with pytest.raises(OptionError, match="give one like http://127"):
             VllmEngine(url)
 
@@ -644,3 +644,13 @@ def test_vllm_refuses_in_words(vllm: VllmEngine) -> None:
         vllm.generate("x", SamplingParams(min_p=0.1, temperature=1.0))  # greedy decoding has no use for it
     with pytest.raises(FlashSpecError, match="1024"):
         vllm.generate([5] * 2000)
+
+
+def test_rates_by_position_are_left_out_where_a_server_does_not_tell_how_far_drafts_came() -> None:
+    stats = SpecStats()
+    told = {"num_spec_steps": 3, "num_draft_tokens": 15, "num_accepted_draft_tokens": 9}
+    merge_told(stats, {**told, "acceptance_histogram": [0, 0, 1, 1, 1]})
+    assert stats.num_accepted_tokens_per_pos == [3, 3, 2, 1]
+    assert stats.acceptance_by_position == []
+    stats.merge(SpecStats(1, 2, 1, [1], [1, 1]))  # and none of it in between
+    assert stats.acceptance_by_position == []

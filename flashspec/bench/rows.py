@@ -86,7 +86,7 @@ def _row(
         "spread": {name: _quartiles([getattr(run, name) for run in runs]) for name in ("tokens_per_second", "tpot")},
         "mean_acceptance_length": stats.mean_acceptance_length if drafted else None,
         "acceptance_rate": stats.acceptance_rate if drafted else None,
-        "acceptance_by_position": stats.acceptance_by_position if drafted else None,
+        "acceptance_by_position": stats.acceptance_by_position or None,
         "draft_lengths": stats.draft_lengths or None,
         "no_draft": stats.no_draft or None,
         "speedup": statistics.median(speedups) if speedups else None,

@@ -129,7 +129,7 @@ def generate(
         backend=backend, draft_backend=draft_backend, draft_dtype=draft_dtype, draft_vocab=draft_vocab,
         draft_width=draft_width,
         threads=threads, gpu_layers=gpu_layers, device=device, dtype=dtype, pack=pack,
-        self_test=self_test, trust_remote_code=trust_remote_code,
+        self_test=self_test, trust_remote_code=trust_remote_code, verification=verification,
         url=url, api_key=api_key,
     )  # fmt: skip
     reply = _Reply(engine, color=color_tokens, quiet=as_json)
@@ -330,12 +330,20 @@ def _lengths_text(stats: SpecStats) -> str:
     return f"draft length: {shown}" + (f"\nno draft: {why}" if why else "")
 
 
-def _load(model: str | None, *, url: str | None, api_key: str | None, **options: Any) -> LocalEngine | VllmEngine:
+def _load(
+    model: str | None,
+    *,
+    url: str | None,
+    api_key: str | None,
+    verification: Rule = DEFAULTS.verification,
+    **options: Any,
+) -> LocalEngine | VllmEngine:
     with progress() as say:
         if url is not None or options["backend"] == "vllm":
             from flashspec.cli.remote import remote_engine
 
-            return remote_engine(model, url=url, api_key=api_key, say=say, options=options)
+            given = {**options, "verification": verification}  # here it goes with each request
+            return remote_engine(model, url=url, api_key=api_key, say=say, options=given)
         check_hub(model, options["draft"], say=say)
         from flashspec.loader import load
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from flashspec.vllm.engine import VllmEngine
 
 READY_SECONDS = 900.0
-THEIRS = {"num_speculative_tokens": AUTO, "device": None, "dtype": None, "trust_remote_code": False}  # who loads it
+THEIRS = {  # what is settled where the model is loaded
+    "num_speculative_tokens": AUTO, "device": None, "dtype": None, "trust_remote_code": False, "verification": AUTO,
+}  # fmt: skip
 OURS = {  # options that only mean something where we run the model: name -> what is at its default
     "draft_backend": AUTO, "draft_dtype": None, "draft_vocab": None, "draft_width": None, "threads": None,
     "gpu_layers": 0, "pack": True, "self_test": False,
@@ -49,7 +51,6 @@ def remote_engine(
     for option, neutral in {**OURS, **THEIRS}.items():
         if options.get(option, neutral) != neutral:
             raise OptionError(f"{_flag(option)} is the server's own choice with --url; leave it out")
-    url = url if "://" in url or not url.strip() else f"http://{url}"
     say(f"asking {url}")
     return VllmEngine(url, model=model, api_key=api_key)
 
@@ -61,7 +62,7 @@ def vllm_options(model: str | None, given: dict[str, Any], **more: Any) -> Optio
     for option, neutral in OURS.items():
         if given.get(option, neutral) != neutral:
             raise OptionError(f"{_flag(option)} is of the local engine; leave it out with --backend vllm")
-    names = ("draft", "drafter", "num_speculative_tokens", "dtype", "trust_remote_code")
+    names = ("draft", "drafter", "num_speculative_tokens", "dtype", "trust_remote_code", "verification")
     return options_of(model, **{option: given[option] for option in names if option in given}, **more)
 
 

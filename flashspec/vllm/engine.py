@@ -77,6 +77,7 @@ class VllmEngine(Streaming):
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, silence: float = SILENCE_SECONDS
     ) -> None:
+        url = url if "://" in url or not url.strip() else f"http://{url}"
         self.url, self.api_key, self.silence = url.rstrip("/").removesuffix("/v1"), api_key, silence
         self._where = _address(self.url)
         named = _models(self.url, self._asked("GET", "/v1/models"))
@@ -413,7 +414,9 @@ def _refusal(url: str, status: int, text: bytes) -> FlashSpecError:
     try:
         message = _said(json.loads(text))
     except ValueError:  # no API's words
-        message = "the answer is no JSON; is it an OpenAI-compatible server?"
+        return OptionError(
+            f"what answers at {url} is no OpenAI-compatible server ({status}, no JSON); check the address"
+        )
     if status in (401, 403):
         return OptionError(f"{url} refuses the API key ({message}); give it with --api-key")
     if status == 404:
