@@ -40,6 +40,7 @@ from flashspec.core import Chunk, Grammar, Prompt, SamplingParams, SpecStats
 from flashspec.errors import EngineLostError, FlashSpecError, OptionError, PromptError
 from flashspec.vllm.engine import VllmEngine, merge_told
 from flashspec.vllm.process import ServerProcess
+from flashspec.vllm.scrape import Snapshot
 
 pytestmark = pytest.mark.usefixtures(nothing_left.__name__)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -356,6 +357,12 @@ def test_addresses_may_end_like_openais(server: ServerProcess) -> None:
 def test_another_kind_of_server(body: bytes) -> None:
     with tiny_server(answer(body)) as url, pytest.raises(OptionError, match=r"no OpenAI-compatible API|names no model"):
         VllmEngine(url)
+
+
+def test_https_where_http_is_spoken() -> None:
+    for read in (VllmEngine, Snapshot.read):
+        with tiny_server(answer(b"{}")) as url, pytest.raises(EngineLostError, match="is it http:// there"):
+            read(url.replace("http://", "https://"))
 
 
 def test_something_that_does_not_speak_http() -> None:

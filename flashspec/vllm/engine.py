@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, urlsplit
 from flashspec.core import Chunk, FinishReason, Prompt, SamplingParams, SpecStats, Timings, TokenKind, TokenLogprob
 from flashspec.errors import EngineLostError, FlashSpecError, OptionError, PromptError
 from flashspec.streams import ChunkStream, Streaming
-from flashspec.vllm.scrape import Snapshot, difference
+from flashspec.vllm.scrape import Snapshot, difference, nobody
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 300.0  # without a byte, after which a server counts as hung
@@ -279,7 +279,7 @@ class VllmEngine(Streaming):
         try:
             connection.connect()
         except OSError as error:
-            raise EngineLostError(f"nothing answers at {self.url} ({error}); is the server running there?") from error
+            raise nobody(self.url, error) from error
         connection.sock.settimeout(self.silence)
         return connection
 

@@ -6,6 +6,7 @@ It knows Prometheus' text format and both servers' names for the same things; it
 from __future__ import annotations
 
 import math
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -75,7 +76,7 @@ class Snapshot:
             raise _refusal(address, error.code) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise EngineLostError(f"nothing answers at {url} ({reason}); is the server running there?") from error
+            raise nobody(url, reason) from error
         return cls.of(text)
 
     def total(self, name: str, **labels: str) -> float | None:
@@ -97,6 +98,13 @@ class Snapshot:
     def speculates(self) -> bool:
         """Whether speculation is on: vLLM has its counters only then."""
         return f"{SPEC}num_drafts_total" in self.samples
+
+
+def nobody(url: str, reason: object) -> EngineLostError:
+    """What to say where no connection comes about."""
+    if isinstance(reason, ssl.SSLError):
+        return EngineLostError(f"{url} does not answer as https ({reason}); is it http:// there?")
+    return EngineLostError(f"nothing answers at {url} ({reason}); is the server running there?")
 
 
 def _refusal(address: str, status: int) -> EngineLostError | OptionError:
