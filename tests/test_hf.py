@@ -438,6 +438,18 @@ def test_rows_of_different_widths_are_packed_without_padding(family: str, monkey
     assert shapes[:2] == [(1, 21 + 6 + 6 + 13 + 30), (1, 1 + 1 + 5 + 1 + 1)]
 
 
+@pytest.mark.usefixtures("_small_chunks")
+def test_prompts_share_a_forward_up_to_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 7 tokens, and 5 make a prompt; what a forward takes in memory is bounded."""
+    if decode_kernels() is None:
+        pytest.skip("there is no C compiler")
+    checked = Checked("llama")
+    shapes = input_shapes(checked.target.model, monkeypatch)
+    seqs = [sequence(some_tokens(length, length), name=str(length)) for length in (6, 3, 7, 2)]
+    checked.score(seqs, [EMPTY] * 4)
+    assert shapes == [(1, 6 + 3 + 2), (1, 7)]
+
+
 def test_without_kernels_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     hf.use_grouped_attention(model)

@@ -10,9 +10,11 @@
  */
 #include <float.h>
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
+
+int omp_get_num_threads(void); /* of the runtime that torch has loaded; its header may not be installed */
+int omp_get_thread_num(void);
 
 #define LANES 8
 #define KEYS 64           /* in a block; a multiple of LANES */

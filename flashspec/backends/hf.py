@@ -114,10 +114,16 @@ class HFTarget:
 
     def _groups(self, feeds: list[Feed]) -> list[list[int]]:
         """Which feeds share a forward, rows ascending. Padding costs more than another forward beside a prompt."""
-        most = PREFILL_CHUNK if self.packs_rows else LONG
-        order = sorted(range(len(feeds)), key=lambda index: feeds[index].row)
-        together = [index for index in order if len(feeds[index].unseen) <= most]
-        return [together] * bool(together) + [[index] for index in order if len(feeds[index].unseen) > most]
+        room = PREFILL_CHUNK if self.packs_rows else 0
+        together, alone = [], []
+        for index in sorted(range(len(feeds)), key=lambda index: feeds[index].row):
+            count = len(feeds[index].unseen)
+            if count <= LONG or count <= room:
+                together.append(index)
+                room -= count if count > LONG else 0
+            else:
+                alone.append([index])
+        return [together] * bool(together) + alone
 
     def _with_read(self, seq: Sequence, score: Score) -> Score:
         """The score with the features of what was read before."""
