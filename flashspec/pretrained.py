@@ -25,6 +25,7 @@ from flashspec.weights import (
     EMBEDDED_NAME,
     Progress,
     cache_folder,
+    check_hub,
     first_line,
     gguf_file,
     source_of,
@@ -80,6 +81,7 @@ def load_model(
         cheaper = replace(cheaper, bits=8)  # measured: 0.6 of the time of bfloat16 weights, 99 % of the guesses
     precision = dtype_of(None if cheaper.bits else dtype, place)
     source = source_of(model, say)
+    check_hub(source, say=say)
     say(f"loading {name}")
     network, tokenizer = _pretrained(name, source, place, precision, trust_remote_code)
     from flashspec.backends import hf  # Transformers takes seconds to import; errors above should not wait for it
@@ -258,7 +260,9 @@ def load_plain(
     place = _device(device)
     precision = dtype_of(dtype, place)
     say(f"loading {name} for Transformers' own generate")
-    return _pretrained(name, source_of(model, say), place, precision, trust_remote_code)[0]
+    source = source_of(model, say)
+    check_hub(source, say=say)
+    return _pretrained(name, source, place, precision, trust_remote_code)[0]
 
 
 # device, dtype, weights

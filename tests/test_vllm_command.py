@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from flashspec.errors import OptionError
+from flashspec.vllm import launch
 from flashspec.vllm.command import (
     NEWEST,
     VERSIONS,
@@ -692,3 +693,21 @@ def test_the_real_vllm_understands_every_command() -> None:
             assert {key: result["built"][key] for key in expected} == expected, case
     lookup = results[list(cases).index("built schedule")]["lookup"]
     assert lookup == [0] + [5] * 4 + [2] * 12 + [0] * 54
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtype", "shown"),
+    [("vllm-0.32.0+cpu", None, "float32"), ("vllm-0.32.0", None, "auto"), ("vllm-0.32.0+cpu", "bfloat16", "bfloat16")],
+)
+def test_on_a_cpu_the_dtype_is_the_local_engines(
+    folder: str, dtype: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "vllm"
+    (tmp_path / "lib/python3.11/site-packages" / f"{folder}.dist-info").mkdir(parents=True)
+    program.parent.mkdir()
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("FLASHSPEC_VLLM", str(tmp_path))
+    made = launch.planned(launch.options_of("org/model", dtype=dtype), lambda line: None)
+    assert made.words[made.words.index("--dtype") + 1] == shown
+    assert any("for CPUs" in note for note in made.notes) is (shown == "float32")

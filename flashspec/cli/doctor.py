@@ -34,7 +34,6 @@ from flashspec.cli.options import (
 from flashspec.controller import AUTO
 from flashspec.core import SamplingParams
 from flashspec.errors import MemoryLimitError, VocabularyError
-from flashspec.weights import check_hub
 
 if TYPE_CHECKING:
     from flashspec.doctor import Case, Finding
@@ -67,7 +66,6 @@ def doctor(
     set_up_logging(verbose)
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
     with progress() as say:
-        check_hub(model, draft, say=say)
         from flashspec.doctor import Finding, examine
 
         try:

