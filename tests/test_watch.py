@@ -264,6 +264,14 @@ def test_a_flashspec_server() -> None:
     assert now.draft_length is not None
 
 
+def test_a_proxy_whose_vllm_restarts() -> None:
+    """It tells of its requests only; nothing follows from that about speculation."""
+    bare = 'flashspec:requests_total{model_name="m",engine="vllm",status="200"} 3.0\n'
+    (verdict,) = verdicts(seen(bare, bare))
+    assert (verdict.name, verdict.level) == ("no engine", "attention")
+    assert "/ready" in str(verdict.remedy)
+
+
 def test_a_flashspec_server_without_a_drafter() -> None:
     engine = LocalEngine(ToyTarget(), None)
     metrics = Metrics(model_name="toy")

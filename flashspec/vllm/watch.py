@@ -284,11 +284,21 @@ def _plus(old: float | None, new: float | None) -> float | None:
 
 def verdicts(view: View) -> list[Verdict]:
     """What needs attention and what is worth a note, the worst first; at least one, which may say that all is well."""
+    if view.server == "FlashSpec" and view.running is None and view.tokens is None:
+        return [_engineless()]
     rules = (_efficiency, _acceptance, _cache, _queue, _running, _positions, _off, _undrafted, _restarted, _idle)
     found = [verdict for rule in rules if (verdict := rule(view)) is not None]
     if not any(verdict.level == "attention" or verdict.name in ("many running", "idle") for verdict in found):
         found.append(_content(view))
     return sorted(found, key=lambda verdict: ("attention", "note", "ok").index(verdict.level))
+
+
+def _engineless() -> Verdict:
+    return Verdict(
+        name="no engine", level="attention", number=0, threshold=1,
+        evidence="the server tells of no engine behind it, which starts, restarts or has ended",
+        remedy="GET /ready says which of them, and its log why",
+    )  # fmt: skip
 
 
 def _efficiency(view: View) -> Verdict | None:
