@@ -258,6 +258,11 @@ def test_a_plan_that_does_not_pay() -> None:
     assert "no acceptance pays for k = 2" in make_plan(by_formula(0.9, 1.2), drafter="model", k=2).why[1]
 
 
+def test_a_gain_of_a_few_percent_is_no_yes() -> None:
+    plan = make_plan(by_formula(0.7, 0.62), drafter="model")
+    assert verdict(plan, []) == "Hardly: about 1.05 x with k = 1 (model)."
+
+
 def test_an_acceptance_of_30_percent_is_no_reason_where_drafts_are_free() -> None:
     plan = make_plan(by_formula(0.3, 0.0), drafter="ngram")
     assert verdict(plan, []).startswith("Yes: about 1.4")

@@ -95,6 +95,9 @@ def batch_reason(by_batch: dict[int, tuple[int, float]]) -> str:
     return f"By sequences at once: {gains}" + (f"; from {min(lost)} on drafting does not pay." if lost else ".")
 
 
+CLEAR_GAIN = 1.1  # less is within what a plan may be wrong by
+
+
 def verdict(plan: Plan, ways_out: list[WayOut], *, where: str = "") -> str:
     """The answer in one sentence.
 
@@ -116,7 +119,8 @@ def verdict(plan: Plan, ways_out: list[WayOut], *, where: str = "") -> str:
     if plan.drafter == "none":
         return f"No: drafting does not pay here.{fits}"
     k = plan.num_speculative_tokens
-    return f"Yes: about {plan.expected_speedup:.2f} x with k = {k} ({plan.drafter}).{fits}"
+    answer = "Yes" if plan.expected_speedup >= CLEAR_GAIN else "Hardly"
+    return f"{answer}: about {plan.expected_speedup:.2f} x with k = {k} ({plan.drafter}).{fits}"
 
 
 def gib(size: int) -> str:
