@@ -89,7 +89,7 @@ def test_costs_alone_say_what_acceptance_it_takes(run: Run) -> None:
 
 def test_a_config_alone(run: Run) -> None:
     ran = run("--model", "bare", "--draft", "draft", "--acceptance", "0.6")
-    assert ran.out.startswith("Yes: about ")
+    assert ran.out.startswith("Hardly: about ")
     assert "It takes " in ran.out.splitlines()[0]
     for name in ("target's weights", "draft model's weights", "keys and values", "workspace, at most", "together"):
         assert name in ran.out
