@@ -65,7 +65,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._width = 0
         self._rows: slice | Tensor = slice(0, 0)
         self._slots: Tensor | slice = slice(0, 0)
-        self._rows_index = self._owners = torch.empty(0, dtype=torch.long)  # of scattered tokens; of packed ones
+        self._rows_index = torch.empty(0, dtype=torch.long)  # of scattered tokens
 
     # rows
 
@@ -127,7 +127,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         Returns:
             input_ids and position_ids [rows, m], and ``visible`` [rows, 1, m, width] bool with ``key_positions``
             [rows, 1, width], from which ``additive_mask`` makes the masks. Packed, with the tokens T of all rows:
-            [1, T], [1, 1, T, width] and [1, T, width].
+            [1, T], [1, 1, T, width] and [1, 1 or T, width].
         """
         m = max(len(feed) for feed in feeds)
         used = max(self.lengths[feed.row] + len(feed.unseen) + len(feed.draft) for feed in feeds)
@@ -143,24 +143,25 @@ class SlotCache(Cache):  # type: ignore[misc]
             below = [start + depth for depth in depths(feed.draft.parents)[stored:]]
             positions.append([0] * pad + list(range(base, start)) + below)
             slots.append([self.capacity] * pad + list(range(base + stored, base + stored + len(feed))))
-        self._address(feeds, slots, device, packed=packed)
+        owners = [[index] for index in range(len(feeds))]  # by row, or by token
         if packed:
+            owners = [[index for index, row in enumerate(slots) for _ in row]]
             ids, positions, slots = ([list(chain.from_iterable(rows))] for rows in (ids, positions, slots))
+        self._address([feed.row for feed in feeds], owners, slots, device)
         places = torch.arange(self._width, device=device)
         # padding sees slot 0, so that no row of the softmax is empty
         seen_up_to = torch.tensor(
             [[slot if slot < self.capacity else 0 for slot in row] for row in slots], device=device
         )
         visible = places <= seen_up_to[:, :, None]
+        key_positions = places.expand(len(ids), 1, -1)
         trees = [(index, feed) for index, feed in enumerate(feeds) if not feed.draft.is_chain]
-        key_positions = places.expand(len(feeds), 1, -1)
         if trees:
-            key_positions = key_positions.clone()
+            own_positions = places.repeat(len(feeds), 1)
             parts = torch.split(visible[0], [len(feed) for feed in feeds]) if packed else visible.unbind()
             for index, feed in trees:
-                self._show_tree(feed, parts[index], key_positions[index, 0])
-        if packed:
-            key_positions = key_positions.transpose(0, 1)[:, self._owners]
+                self._show_tree(feed, parts[index], own_positions[index])
+            key_positions = own_positions[torch.tensor(owners, device=device)]
         return {
             "input_ids": torch.tensor(ids, device=device),
             "position_ids": torch.tensor(positions, device=device),
@@ -235,20 +236,20 @@ class SlotCache(Cache):  # type: ignore[misc]
                 f"({needed / 2**30:.1f} GiB); run fewer sequences at once or shorten the context"
             ) from error
 
-    def _address(self, feeds: Seq[Feed], slots: list[list[int]], device: torch.device, *, packed: bool) -> None:
-        rows = [feed.row for feed in feeds]
+    def _address(self, rows: list[int], owners: list[list[int]], slots: list[list[int]], device: torch.device) -> None:
+        """Where the tokens of a forward go: its token [i][j] to ``slots[i][j]`` of the row that it belongs to.
+
+        Args:
+            rows: of the feeds.
+            owners: places in ``rows``, [rows, 1] or, where all tokens are packed into one row, [1, T].
+        """
         in_order = rows == list(range(rows[0], rows[0] + len(rows)))
         self._rows = slice(rows[0], rows[0] + len(rows)) if in_order else torch.tensor(rows, device=device)
-        same = all(row == slots[0] for row in slots) and self.capacity not in slots[0]
-        if packed:
-            owners = [index for index, row in enumerate(slots) for _ in row]
-            self._owners = torch.tensor(owners, device=device)
-            self._rows_index = torch.tensor([[rows[index] for index in owners]], device=device)
-            self._slots = torch.tensor([list(chain.from_iterable(slots))], device=device)
-        elif in_order and same:  # one row, or rows in step: a plain copy is cheaper than a scatter
+        same = len(slots) == len(rows) and all(row == slots[0] for row in slots) and self.capacity not in slots[0]
+        if in_order and same:  # one row, or rows in step: a plain copy is cheaper than a scatter
             self._slots = slice(slots[0][0], slots[0][-1] + 1)
         else:
-            self._rows_index = torch.tensor(rows, device=device)[:, None]
+            self._rows_index = torch.tensor([[rows[index] for index in row] for row in owners], device=device)
             self._slots = torch.tensor(slots, device=device)
 
     def _write(self, stores: list[Tensor | None], layer: int, states: Tensor) -> Tensor:

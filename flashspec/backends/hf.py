@@ -101,8 +101,7 @@ class HFTarget:
         feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
         found: dict[int, Score] = {}
         if piece is not None:
-            rest = self._feed(piece[0], EMPTY)
-            feeds.append(Feed(rest.row, rest.unseen[: min(piece[1], len(rest.unseen) - 1)], EMPTY))
+            feeds.append(self._piece(*piece))
         for group in self._groups(feeds):
             for index, score in zip(group, self._forward([feeds[i] for i in group], hidden, features), strict=True):
                 found[index] = score
@@ -154,11 +153,9 @@ class HFTarget:
 
     @torch.inference_mode()
     def read(self, seq: Sequence, count: int, *, features: Seq[int] = ()) -> None:
-        check_positions(seq, EMPTY, limit=self.max_length)
-        feed = self._feed(seq, EMPTY)
-        unseen = feed.unseen[: min(count, len(feed.unseen) - 1)]
-        for start in range(0, len(unseen), PREFILL_CHUNK):
-            piece = unseen[start : start + PREFILL_CHUNK]
+        feed = self._piece(seq, count)
+        for start in range(0, len(feed), PREFILL_CHUNK):
+            piece = feed.unseen[start : start + PREFILL_CHUNK]
             inner = self._run([Feed(feed.row, piece, EMPTY)], wanted=1, hidden=False, features=features)[2]
             if inner is not None:
                 self._unread.setdefault(seq, []).append(inner[0])
@@ -239,26 +236,24 @@ class HFTarget:
         self._cache.lengths[row] = min(self._cache.lengths[row], len(seq) - 1)
         return Feed(row, seq.tokens[self._cache.lengths[row] :], draft)
 
+    def _piece(self, seq: Sequence, count: int) -> Feed:
+        """The next so many tokens without a draft; the last one is left for the score that wants its logits."""
+        rest = self._feed(seq, EMPTY)
+        return Feed(rest.row, rest.unseen[: min(count, len(rest.unseen) - 1)], EMPTY)
+
     def _forward(self, feeds: list[Feed], hidden: bool, features: Seq[int]) -> list[Score]:
         read: list[Tensor] = []  # features of the chunks before
         if len(feeds) == 1:
             feeds = [self._prefill(feeds[0], features, read)]
         wanted = [1 + len(feed.draft) for feed in feeds]
         sizes = [len(feed) for feed in feeds]
-        if self.packs_rows and len(set(sizes)) > 1:
-            ends = zip(accumulate(sizes), wanted, strict=True)
-            places = [place for end, count in ends for place in range(end - count, end)]
-            output = self._run(feeds, wanted=places, hidden=hidden, features=features)
-            logits, states, inner = (
-                None if part is None else list(torch.split(part[0], counts))
-                for part, counts in zip(output, (wanted, wanted, sizes), strict=True)
-            )
-        else:
-            output = self._run(feeds, wanted=max(wanted), hidden=hidden, features=features)
-            logits, states, inner = (
-                None if part is None else [row[-count:] for row, count in zip(part, counts, strict=True)]
-                for part, counts in zip(output, (wanted, wanted, sizes), strict=True)
-            )
+        packed = self.packs_rows and len(set(sizes)) > 1
+        places = _last_places(sizes, wanted) if packed else max(wanted)
+        output = self._run(feeds, wanted=places, hidden=hidden, features=features)
+        logits, states, inner = (
+            None if part is None else _by_row(part, counts, packed=packed)
+            for part, counts in zip(output, (wanted, wanted, sizes), strict=True)
+        )
         assert logits is not None
         scores = []
         for index, feed in enumerate(feeds):
@@ -319,6 +314,19 @@ class HFTarget:
         inner = torch.cat([output.hidden_states[i] for i in features], -1) if features else None
         logits = output.logits if packed and self._can_skip_logits else output.logits[:, places]
         return logits[..., : self.vocab_size].float(), states, inner
+
+
+def _last_places(sizes: Seq[int], counts: Seq[int]) -> list[int]:
+    """Of each row the last so many, where the rows are packed into one."""
+    ends = zip(accumulate(sizes), counts, strict=True)
+    return [place for end, count in ends for place in range(end - count, end)]
+
+
+def _by_row(part: Tensor, counts: Seq[int], *, packed: bool) -> list[Tensor]:
+    """Each row's own of [rows, m, ...], which are its last so many, or of packed [1, T, ...]."""
+    if packed:
+        return list(torch.split(part[0], list(counts)))
+    return [row[-count:] for row, count in zip(part, counts, strict=True)]
 
 
 # which models
@@ -509,7 +517,7 @@ def grouped_attention(
     kernels: DecodeKernels | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' SDPA attention, by the kernel for a few queries, and without repeating keys for a few grouped ones.
+    """Transformers' SDPA attention: by the kernel where that is faster, and without repeating keys for a few queries.
 
     In a packed forward query is [1, heads, T, d] and the mask [1, 1, T, width], keys and values as ever.
     """
